@@ -1,0 +1,10 @@
+//! Every decision of `kvc`, and no IO: no socket, clock, thread, GPU or Python (architecture, style 1).
+//!
+//! Time comes in as [`time::Now`]; work goes out as values. The engine module (`engine-ext`) drives
+//! [`worker::Worker`], the router drives [`routing`] and [`policy`], and simulations drive the same machines.
+#![forbid(unsafe_code)]
+
+pub mod id;
+pub mod time;
+pub mod wire;
+pub mod worker;
