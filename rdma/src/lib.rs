@@ -1,1 +1,12 @@
-//! rdma
+//! Moves bytes between registered regions of two processes and knows no session (architecture).
+//!
+//! `engine-ext` registers the engine's KV memory with a [`Mover`], exposes runs of it to a peer under a lease token
+//! and pulls a peer's runs into pages it owns (XFER-1)..
+
+pub mod error;
+pub mod mover;
+pub mod region;
+
+pub use error::MoverError;
+pub use mover::{Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions, ReadStats};
+pub use region::{HostRegion, Region, RegionKey, Run};

@@ -1,0 +1,267 @@
+//! Memory that a mover may read or write, and runs of bytes in it. `engine-ext` registers the engine's pools here.
+
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    fmt,
+    ptr::NonNull,
+    sync::{Arc, PoisonError, RwLock},
+};
+
+use crate::error::MoverError;
+
+/// The alignment of a [`HostRegion`], one small page.
+const ALIGN: usize = 4096;
+
+/// Names a registered region of one mover; the exporter's keys travel in the lease grant. Not a secret.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RegionKey(pub u32);
+
+/// `len` bytes from byte `offset` of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Run {
+    /// The region, local or the peer's.
+    pub region: RegionKey,
+    /// First byte.
+    pub offset: u64,
+    /// How many bytes; zero is allowed.
+    pub len: u64,
+}
+
+impl Run {
+    /// One past the last byte, `None` when that is no 64 bit number.
+    pub fn end(&self) -> Option<u64> {
+        self.offset.checked_add(self.len)
+    }
+}
+
+impl fmt::Display for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "region {} [{}, +{})", self.region.0, self.offset, self.len)
+    }
+}
+
+/// `{address, length}` of host memory to register.
+#[derive(Clone, Debug)]
+pub struct Region {
+    address: NonNull<u8>,
+    len: u64,
+    /// Keeps owned memory alive as long as the mover knows it.
+    _owner: Option<Arc<HostRegion>>,
+}
+
+// SAFETY: obligation 1 — a `Region` is an address, not a borrow; who made it promised (`from_raw`) or owns
+// (`HostRegion`) memory that lives until the last clone is gone, on whatever thread that happens.
+unsafe impl Send for Region {}
+// SAFETY: obligation 1 — as above; every access goes through the kernel or raw copies, never through a reference.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Memory that somebody else owns, the engine's KV pool.
+    ///
+    /// # Safety
+    /// Obligation 1 of style 11: `[address, address + len)` is mapped, readable and writable until the mover it is
+    /// registered with has been dropped. Obligation 4: bytes exposed under a lease are not written until the lease is
+    /// fenced; bytes named as destination of a read are not touched by anybody else until that read is done.
+    pub unsafe fn from_raw(address: NonNull<u8>, len: u64) -> Self {
+        Region {
+            address,
+            len,
+            _owner: None,
+        }
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it holds no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The address of `run` when it lies inside.
+    pub(crate) fn locate(&self, run: &Run) -> Option<NonNull<u8>> {
+        if run.end()? > self.len {
+            return None;
+        }
+        let offset = usize::try_from(run.offset).ok()?;
+        // SAFETY: obligation 1 — offset ≤ len, so the result stays inside (or one past) the registered memory.
+        Some(unsafe { self.address.add(offset) })
+    }
+}
+
+impl From<Arc<HostRegion>> for Region {
+    fn from(owner: Arc<HostRegion>) -> Self {
+        Region {
+            address: owner.address,
+            len: owner.len as u64,
+            _owner: Some(owner),
+        }
+    }
+}
+
+/// Owned, zeroed, page-aligned host memory: tests and benches. Its bytes are copied in and out, never borrowed, since a
+/// mover may read them at the same time; two writers of one byte are the caller's fault and give either value.
+pub struct HostRegion {
+    address: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: obligation 1 — it owns its memory until dropped, and hands out no reference into it.
+unsafe impl Send for HostRegion {}
+// SAFETY: obligation 1 — as above.
+unsafe impl Sync for HostRegion {}
+
+impl HostRegion {
+    /// `len` zero bytes.
+    ///
+    /// # Panics
+    /// Or aborts, like any allocation, when there is no such memory.
+    pub fn new(len: usize) -> Arc<Self> {
+        let layout = Self::layout(len);
+        // SAFETY: obligation 1 — the layout has a size above zero; the memory is freed in `drop` alone.
+        let address = unsafe { alloc_zeroed(layout) };
+        let address = NonNull::new(address).unwrap_or_else(|| handle_alloc_error(layout));
+        Arc::new(HostRegion { address, len })
+    }
+
+    /// A region that holds a copy of `bytes`.
+    pub fn from_bytes(bytes: &[u8]) -> Arc<Self> {
+        let region = Self::new(bytes.len());
+        region.write(0, bytes);
+        region
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it holds no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies `bytes` to `offset`.
+    ///
+    /// # Panics
+    /// If they do not fit: the caller is a test.
+    pub fn write(&self, offset: usize, bytes: &[u8]) {
+        assert!(
+            offset.checked_add(bytes.len()).is_some_and(|end| end <= self.len),
+            "write past the region"
+        );
+        // SAFETY: obligation 1 — in bounds as just checked, `bytes` is borrowed and cannot overlap owned memory.
+        unsafe {
+            self.address
+                .add(offset)
+                .as_ptr()
+                .copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
+        }
+    }
+
+    /// Copies `len` bytes out from `offset`.
+    ///
+    /// # Panics
+    /// If they lie outside: the caller is a test.
+    pub fn read(&self, offset: usize, len: usize) -> Vec<u8> {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.len),
+            "read past the region"
+        );
+        let mut bytes = vec![0; len];
+        // SAFETY: obligation 1 — in bounds as just checked, the fresh vector cannot overlap.
+        unsafe {
+            bytes
+                .as_mut_ptr()
+                .copy_from_nonoverlapping(self.address.add(offset).as_ptr(), len)
+        }
+        bytes
+    }
+
+    fn layout(len: usize) -> Layout {
+        match Layout::from_size_align(len.max(1), ALIGN) {
+            Ok(layout) => layout,
+            Err(_) => panic!("{len} bytes are more than an address space"),
+        }
+    }
+}
+
+impl Drop for HostRegion {
+    fn drop(&mut self) {
+        // SAFETY: obligation 1 — allocated in `new` with this layout; every `Region` of it holds an `Arc`, so none is left.
+        unsafe { dealloc(self.address.as_ptr(), Self::layout(self.len)) }
+    }
+}
+
+impl fmt::Debug for HostRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostRegion").field("len", &self.len).finish()
+    }
+}
+
+/// The regions of one mover. They stay until the mover is dropped, so an address once located stays good.
+#[derive(Debug, Default)]
+pub(crate) struct Regions(RwLock<Vec<Region>>);
+
+impl Regions {
+    pub(crate) fn add(&self, region: Region) -> Result<RegionKey, MoverError> {
+        let mut regions = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let key = u32::try_from(regions.len()).map_err(|_| MoverError::TooMany {
+            what: "regions",
+            limit: u64::from(u32::MAX),
+        })?;
+        regions.push(region);
+        Ok(RegionKey(key))
+    }
+
+    /// The address of `run`, if it lies in a known region.
+    pub(crate) fn locate(&self, run: &Run) -> Option<NonNull<u8>> {
+        let regions = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        regions.get(usize::try_from(run.region.0).ok()?)?.locate(run)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(region: u32, offset: u64, len: u64) -> Run {
+        Run {
+            region: RegionKey(region),
+            offset,
+            len,
+        }
+    }
+
+    #[test]
+    fn bytes_come_back_as_written() {
+        let region = HostRegion::new(10_000);
+        region.write(7, b"kv");
+        assert_eq!(region.read(6, 4), [0, b'k', b'v', 0]);
+    }
+
+    #[test]
+    fn nothing_outside_a_region_is_located() {
+        let regions = Regions::default();
+        let key = regions.add(HostRegion::new(100).into()).unwrap();
+        assert_eq!(key, RegionKey(0));
+        assert!(regions.locate(&run(0, 0, 100)).is_some());
+        assert!(regions.locate(&run(0, 100, 0)).is_some());
+        assert!(regions.locate(&run(0, 1, 100)).is_none());
+        assert!(regions.locate(&run(0, u64::MAX, 2)).is_none());
+        assert!(regions.locate(&run(1, 0, 1)).is_none());
+    }
+
+    #[test]
+    fn a_registered_region_outlives_its_owner() {
+        let regions = Regions::default();
+        let memory = HostRegion::from_bytes(b"abc");
+        let weak = Arc::downgrade(&memory);
+        regions.add(memory.into()).unwrap();
+        assert!(weak.upgrade().is_some());
+        drop(regions);
+        assert!(weak.upgrade().is_none());
+    }
+}
