@@ -1,0 +1,24 @@
+# Thin names over scripts/; each script says at its head what it does.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help:   ## this list
+	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+): *## (.*)/  make \1\t\2/' | expand -t 16
+
+setup:  ## SGLang on CPU, the kvc wheel and a tiny model into .env
+	@scripts/setup-engine.sh
+
+demo:   ## 1 prefill + 2 decode workers and the router replay real sessions
+	@scripts/demo.sh
+
+test:   ## every test: Rust, Python, real engines, and the checks of make lint
+	@scripts/test.sh
+
+lint:   ## formatting, clippy, ruff, mypy, stubs, SPECIFICATION.md against the tests
+	@scripts/lint.sh
+
+bench:  ## the figures of docs/bench.md
+	@scripts/bench.sh
+
+clean:  ## remove .env and target
+	@scripts/clean.sh
