@@ -1,0 +1,123 @@
+"""Engines of the test run, started once and shared. At most six live at a time (about 2 GB each).
+
+`plain` (the reference), and the cluster of one prefill and two decode workers with the router, live through the whole
+run; the Python session cache and the small pools only while their file runs.
+"""
+
+import subprocess
+from dataclasses import dataclass
+
+import pytest
+from harness.engine import Engine, start_all
+from harness.module import Worker
+from harness.oracle import Oracle
+from harness.process import PYTHON, Process
+from harness.router import Router
+
+# The cluster's files first, then those that start engines of their own.
+ORDER = [
+    "test_harness", "test_tokens", "test_reuse", "test_races", "test_peers", "test_field_reports", "test_bad_input",
+    "test_streaming_api", "test_ledger", "test_pressure",
+]  # fmt: skip
+APPEND = 1024  # τ_append of the cluster, low so that a large append is cheap
+live: list[Process] = []
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: ORDER.index(item.module.__name__))
+
+
+def pytest_configure(config):
+    if not PYTHON.exists():
+        raise pytest.UsageError("no engine environment: run scripts/setup-engine.sh first")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        for process in live:
+            state = "runs" if process.alive() else f"ended with {process.popen.returncode}"
+            report.sections.append((f"{process.name} ({state})", process.tail(15)))
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left():
+    """After the run none of our processes is alive."""
+    yield
+    groups = {str(p.pid) for p in live}
+    alive = [line for line in subprocess.run(["ps", "-eo", "pgid="], capture_output=True, text=True).stdout.split()]
+    assert not groups & set(alive), "processes left behind"
+
+
+@dataclass
+class Cluster:
+    """One prefill and two decode workers behind a router."""
+
+    prefill: Worker
+    decodes: list[Worker]
+    router: Router
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [self.prefill, *self.decodes]
+
+    def worker_of(self, headers: dict[str, str]) -> Worker:
+        """The decode worker that an answer's headers name."""
+        named = headers["x-kvc-worker"]
+        return next(w for w in self.workers if str(w.port) in named)
+
+    def holder(self, sid: str) -> Worker | None:
+        """The decode worker where the session is resident."""
+        views = ((w, w.session(sid)) for w in self.decodes)
+        return next((w for w, view in views if view and view["committed"]), None)
+
+
+def run(*engines: Engine):
+    """Starts engines, yields, and stops them: the body of a fixture."""
+    try:
+        start_all(*engines)
+        live.extend(e.process for e in engines)
+        yield
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@pytest.fixture(scope="session")
+def farm():
+    """The plain server and the cluster, started together."""
+    plain = Engine("plain", "plain", pool=131072)
+    prefill = Worker("prefill", role="prefill", append=APPEND, page=16, pool=32768)
+    d1 = Worker("decode1", role="decode", append=APPEND, page=1, pool=12288, running=8)
+    d2 = Worker("decode2", role="decode", append=APPEND, page=16, pool=12288, running=8)
+    started = run(plain, prefill, d1, d2)
+    next(started)
+    router = Router("router", [("prefill", prefill.url), ("decode", d1.url), ("decode", d2.url)])
+    try:
+        router.start()
+        live.append(router.process)
+        yield plain, Cluster(prefill, [d1, d2], router)
+    finally:
+        router.stop()
+        next(started, None)
+
+
+@pytest.fixture(scope="session")
+def plain(farm) -> Engine:
+    """No cache at all: every answer computed from the whole prompt."""
+    return farm[0]
+
+
+@pytest.fixture(scope="session")
+def cluster(farm) -> Cluster:
+    return farm[1]
+
+
+@pytest.fixture
+def oracle(plain):
+    """Compares with the plain server; judged at the end of the test."""
+    oracle = Oracle(plain)
+    yield oracle
+    oracle.close()

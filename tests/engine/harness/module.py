@@ -1,0 +1,85 @@
+"""What a worker with `--session-aware-cache=rust` tells beyond SGLang: the module's HTTP surface, and the KVC_TEST routes
+that read the engine's own state and tensors from inside its scheduler."""
+
+import time
+from functools import cached_property
+
+from .engine import Engine
+from .http import Answer, Client
+
+
+class Worker(Engine):
+    """A rust-mode engine."""
+
+    def __init__(self, name: str, role: str = "both", append: int = 8192, **kw):
+        flags = [*kw.pop("flags", ()), "--kvcache-direct-max-uncached-tokens", append]
+        env = {"KVC_ROLE": role, **kw.pop("env", {})}
+        super().__init__(name, "rust", flags=flags, env=env, **kw)
+        self.role, self.append = role, append
+
+    # the module's listener
+
+    @cached_property
+    def info(self) -> dict:
+        return self.http.get("/kvc/v1/info").json
+
+    @cached_property
+    def listener(self) -> Client:
+        """The module's own listener; answers without the scheduler loop (ADM-11)."""
+        return Client(int(self.info["listen"].rpartition(":")[2]))
+
+    def admit(self, **question) -> Answer:
+        return self.listener.call("POST", "/admit_direct_append", question)
+
+    def session(self, sid: str) -> dict | None:
+        answer = self.listener.get(f"/kvc/v1/sessions/{sid}")
+        return answer.json if answer.status == 200 else None
+
+    def release(self, sid: str, **body) -> Answer:
+        return self.listener.call("POST", f"/kvc/v1/sessions/{sid}/release", body)
+
+    def metrics(self) -> dict[str, float]:
+        """Prometheus samples by `name{labels}`."""
+        out = {}
+        for line in self.listener.get("/metrics").text.splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                out[name] = float(value)
+        return out
+
+    # KVC_TEST=1
+
+    def test(self, what: str, **body):
+        return self.http.post(f"/kvc/test/{what}", body).json
+
+    def state(self) -> dict:
+        """The engine's ledger, answered by the scheduler between two steps."""
+        return self.test("state")
+
+    def settled(self, deadline_s: float = 10) -> dict:
+        """The state once nothing runs, waits or lands."""
+        until = time.monotonic() + deadline_s
+        while True:
+            state = self.state()
+            if not (state["running"] or state["waiting"] or state["landing"]):
+                return state
+            assert time.monotonic() < until, f"{self.name} did not come to rest: {state}\n{self.process.tail()}"
+            time.sleep(0.1)
+
+    def forwards(self) -> list[dict]:
+        """Per request since the last call: tokens that entered the model's forward, and what was said to be reused."""
+        return self.test("forwards")
+
+    def kv(self, sid: str, start: int, end: int) -> list[str]:
+        """One digest per position over K and V of all layers, read from the engine's tensors."""
+        return self.test("kv", session=sid, **{"from": start, "to": end})["digest"]
+
+
+def assert_balanced(worker: Worker) -> dict:
+    """T3: nothing is lost while idle. Every token slot is free, evictable, locked or held; every row is free (OWN-3)."""
+    state = worker.settled()
+    total = state["free"] + state["evictable"] + state["protected"] + state["held"]
+    assert total == state["pool"], f"{worker.name}: {state}"
+    assert state["rows_free"] == state["rows"], f"{worker.name}: {state}"
+    assert worker.alive() and not worker.leak_reports(), worker.process.tail()
+    return state

@@ -1,0 +1,42 @@
+"""The router's binary in front of real workers."""
+
+from .engine import Generate
+from .http import Client
+from .process import ROOT, Process, free_port
+
+BINARY = ROOT / "target" / "debug" / "kvc-router"
+
+
+class Router(Generate):
+    """A `kvc-router` process. `workers`: (role, url)."""
+
+    def __init__(self, name: str, workers, flags=()):
+        self.name, self.port = name, free_port()
+        self.http = Client(self.port)
+        self.command = [BINARY, "--listen", f"127.0.0.1:{self.port}"]
+        for role, url in workers:
+            self.command += ["--worker", f"role={role},url={url}"]
+        self.command += list(flags)
+        self.process: Process | None = None
+
+    def start(self) -> "Router":
+        assert BINARY.exists(), "build it first: cargo build -p kvc-router"
+        self.process = Process(self.name, self.command)
+        self.process.wait_until(self.healthy, 30)
+        return self
+
+    def healthy(self) -> bool:
+        try:
+            return self.http.get("/healthz", timeout_s=2).status == 200
+        except OSError:
+            return False
+
+    def state(self) -> dict:
+        return self.http.get("/v1/router/state").json
+
+    def metrics(self) -> str:
+        return self.http.get("/metrics").text
+
+    def stop(self) -> None:
+        if self.process:
+            self.process.stop()
