@@ -92,6 +92,11 @@ numbers! {
     PrefixHandle;
 }
 
+impl PrefixHandle {
+    /// The root of the engine's tree: nothing is shared. Never handed back, never to be locked or guarded.
+    pub const ROOT: PrefixHandle = PrefixHandle(0);
+}
+
 macro_rules! random_ids {
     ($($(#[$doc:meta])* $name:ident;)*) => {$(
         $(#[$doc])*

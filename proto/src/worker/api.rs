@@ -144,13 +144,15 @@ pub struct Snapshot {
 pub enum Command {
     /// Free pages: evicted, released or dropped.
     Free(Frees),
-    /// Match `tokens` in the engine's tree, lock that node, make room, allocate slots for the rest; then call
-    /// `landed` or `land_failed`.
+    /// Match `tokens` in the engine's tree (`have` tokens), lock that node, make room, allocate whole pages for
+    /// `[max(have, held), tokens.len())`; then call `landed` or `land_failed`.
     Land {
         /// Which import.
         import: ImportId,
         /// The session's whole token range to be imported.
         tokens: Arc<[Token]>,
+        /// Of these, how many the session already holds here (page aligned): they need no slots (XFER-3, SES-6).
+        held: u32,
         /// SES-5, as the engine's extra key needs it.
         identity: Identity,
     },
