@@ -5,6 +5,8 @@
 #![forbid(unsafe_code)]
 
 pub mod id;
+pub mod policy;
+pub mod routing;
 pub mod time;
 pub mod wire;
 pub mod worker;

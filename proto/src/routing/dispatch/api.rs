@@ -1,0 +1,217 @@
+//! The values that go in and out of a [`Dispatch`](super::Dispatch).
+
+use super::super::view::WorkerIndex;
+use crate::{
+    id::{Epoch, RequestKey, SessionId},
+    time::Now,
+    wire::{
+        admit::{AdmitAnswer, AdmitRequest, ImportRequest, Mode},
+        reason::Reason,
+        turn::TurnTag,
+    },
+};
+
+/// A client's request as the router sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// Whose; a request without a session takes the fallback path (DISP-5).
+    pub session: Option<SessionId>,
+    /// Tokens of the whole prompt, 1 or more.
+    pub input_tokens: u32,
+    /// The client's generation limit, if it sent one.
+    pub max_new_tokens: Option<u32>,
+    /// `input_tokens` is an estimate from text (ADM-14).
+    pub estimated: bool,
+}
+
+/// How a request ran (DISP-9).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExecutionMode {
+    /// On resident KV.
+    Direct,
+    /// First turn of a session.
+    Seed,
+    /// The KV was not there, or the append was large.
+    Reseed,
+    /// No session kept.
+    Fallback,
+}
+
+impl ExecutionMode {
+    /// All, in order.
+    pub const ALL: [ExecutionMode; 4] = [Self::Direct, Self::Seed, Self::Reseed, Self::Fallback];
+
+    /// As headers and metrics write it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Seed => "seed",
+            Self::Reseed => "reseed",
+            Self::Fallback => "fallback",
+        }
+    }
+}
+
+impl From<Mode> for ExecutionMode {
+    fn from(mode: Mode) -> Self {
+        match mode {
+            Mode::Direct => Self::Direct,
+            Mode::Seed => Self::Seed,
+            Mode::Reseed => Self::Reseed,
+        }
+    }
+}
+
+/// What the front does next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Ask every worker that takes turns what it holds of the session (ROUTE-9) → [`Event::Residents`].
+    Ask(SessionId),
+    /// `POST /admit_direct_append` → [`Event::Answer`] or [`Event::Unreachable`].
+    Probe {
+        /// At whom.
+        worker: WorkerIndex,
+        /// The body.
+        request: Box<AdmitRequest>,
+    },
+    /// DISP-3: prefill on one worker while the other imports → [`Event::Imported`], [`Event::ImportFailed`] or
+    /// [`Event::PrefillFailed`]. After the last the import is abandoned by closing its connection.
+    PrefillAndImport(Box<Handover>),
+    /// Send the client's body to the worker's engine → [`Event::TurnRefused`], [`Event::Passed`],
+    /// [`Event::Failed`], or [`Event::FirstByte`] and then [`Event::Completed`] or [`Event::Failed`].
+    Run {
+        /// On whom.
+        worker: WorkerIndex,
+        /// The turn header; none keeps no session.
+        tag: Option<TurnTag>,
+    },
+    /// Call [`Dispatch::handle_timeout`](super::Dispatch::handle_timeout) at `until`.
+    Wait {
+        /// When.
+        until: Now,
+    },
+    /// `POST /kvc/v1/sessions/{id}/release`; nobody waits for the answer.
+    Release {
+        /// At whom.
+        worker: WorkerIndex,
+        /// The session.
+        session: SessionId,
+        /// The grant.
+        request: RequestKey,
+    },
+    /// The client's answer; the dispatch is over.
+    Refuse(Refused),
+}
+
+/// A seed or reseed: who computes, who imports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Handover {
+    /// Computes the prompt.
+    pub prefill: WorkerIndex,
+    /// The turn header of its request.
+    pub prefill_tag: TurnTag,
+    /// Imports the KV.
+    pub decode: WorkerIndex,
+    /// The body of its import.
+    pub import: ImportRequest,
+}
+
+/// An error answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// HTTP status.
+    pub status: u16,
+    /// Why.
+    pub reason: Reason,
+}
+
+/// What came of an effect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// What workers hold of the session; workers that did not answer are missing.
+    Residents(Vec<Resident>),
+    /// The worker's answer to a probe.
+    Answer(Box<AdmitAnswer>),
+    /// The probe got no answer.
+    Unreachable,
+    /// The import has committed.
+    Imported,
+    /// The import failed: the decode worker computes the prompt itself.
+    ImportFailed(Reason),
+    /// The prefill worker failed before the import was done.
+    PrefillFailed,
+    /// The worker refused the turn, typed, before any work (ADM-14).
+    TurnRefused(Reason),
+    /// The engine answered with an error of the client's own making, which the client gets as it is.
+    Passed,
+    /// The first byte of the answer goes to the client: no other path from here on (DISP-8).
+    FirstByte,
+    /// The answer is complete.
+    Completed {
+        /// Generated tokens, as far as the front could tell.
+        output_tokens: u32,
+    },
+    /// The execution failed: connection, deadline, or an engine error.
+    Failed(Reason),
+    /// The client went away.
+    ClientGone,
+}
+
+/// One worker's knowledge of a session (ROUTE-9).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resident {
+    /// Who.
+    pub worker: WorkerIndex,
+    /// Committed tokens held.
+    pub tokens: u32,
+    /// The session's epoch there.
+    pub epoch: Option<Epoch>,
+}
+
+/// How a dispatch ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The client got the whole answer.
+    Completed,
+    /// The client got the engine's own error.
+    Passed,
+    /// The client got an error of the router.
+    Refused(Refused),
+    /// It broke after the first byte: the client got a typed error event.
+    Broken(Reason),
+    /// The client went away.
+    Gone,
+}
+
+/// What is recorded of a request (DISP-9).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trace {
+    /// This router's number for the request.
+    pub request: u64,
+    /// How it ran, the last attempt.
+    pub mode: Option<ExecutionMode>,
+    /// Where it ran, the last attempt.
+    pub worker: Option<WorkerIndex>,
+    /// Every refusal and failure on the way, in order.
+    pub chain: Vec<Reason>,
+    /// Admission questions asked.
+    pub probes: u32,
+    /// When it began.
+    pub started: Now,
+    /// When the last execution began.
+    pub admitted: Option<Now>,
+    /// When the first byte went out.
+    pub first_byte: Option<Now>,
+    /// When it was over.
+    pub ended: Option<Now>,
+}
+
+/// An event that the dispatch's state does not expect: a fault of the caller. Nothing has changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unexpected {event:?} while {state}")]
+pub struct OutOfTurn {
+    /// The event.
+    pub event: Event,
+    /// The state.
+    pub state: &'static str,
+}

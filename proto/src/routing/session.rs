@@ -1,0 +1,403 @@
+//! What the router remembers per session, under one global bound (ROUTE-8, F18), and where placement numbers come
+//! from (SES-4). Used by [`super::Dispatch`].
+
+use std::collections::HashMap;
+
+use super::view::{At, View};
+use crate::id::{Placement, SessionId, StoreId};
+
+/// Gives out placement numbers, each once (SES-4). The memory store is for one router; several routers share one
+/// (compare-and-set) behind the same trait.
+pub trait SessionStore: Send {
+    /// The next number, above `above` whichever store that came from.
+    fn take(&mut self, session: &SessionId, above: Option<Placement>) -> Placement;
+}
+
+/// Placement numbers of one router process. A restarted router is another store: it learns what workers hold from
+/// their answers and goes above it.
+#[derive(Clone, Debug)]
+pub struct MemoryStore {
+    store: StoreId,
+    last: u64,
+}
+
+impl MemoryStore {
+    /// A store of that (random) name.
+    pub fn new(store: StoreId) -> MemoryStore {
+        MemoryStore { store, last: 0 }
+    }
+}
+
+impl SessionStore for MemoryStore {
+    fn take(&mut self, _: &SessionId, above: Option<Placement>) -> Placement {
+        self.last = self.last.max(above.map_or(0, |p| p.n)).saturating_add(1);
+        Placement {
+            n: self.last,
+            store: self.store,
+        }
+    }
+}
+
+/// One session as the router knows it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Record {
+    /// Completed turns, as far as known.
+    pub turns: u32,
+    /// Worker of the last success.
+    pub pin: Option<At>,
+    /// The placement it lives under.
+    pub placement: Option<Placement>,
+    /// The prefill worker that computed it last.
+    pub replica: Option<At>,
+    entries: Vec<Entry>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Entry {
+    at: At,
+    resident: u32,
+    rejects: u32,
+}
+
+impl Record {
+    /// Tokens of the session that this process is believed to hold.
+    pub fn resident(&self, at: At) -> u32 {
+        self.entry(at).map_or(0, |e| e.resident)
+    }
+
+    /// Counted rejects of this process since the last success.
+    pub fn rejects(&self, at: At) -> u32 {
+        self.entry(at).map_or(0, |e| e.rejects)
+    }
+
+    /// A counted reject.
+    pub fn reject(&mut self, at: At) {
+        let entry = self.entry_mut(at);
+        entry.rejects = entry.rejects.saturating_add(1);
+    }
+
+    /// DISP-1: a turn has completed there.
+    pub fn clear_rejects(&mut self, at: At) {
+        if let Some(e) = self.entries.iter_mut().find(|e| e.at == at) {
+            e.rejects = 0;
+        }
+    }
+
+    /// DISP-7: a direct turn has completed.
+    pub fn clear_all_rejects(&mut self) {
+        self.entries.iter_mut().for_each(|e| e.rejects = 0);
+    }
+
+    /// ROUTE-8: the worker says what it holds; the estimate is never above.
+    pub fn cut(&mut self, at: At, tokens: u32) {
+        if let Some(e) = self.entries.iter_mut().find(|e| e.at == at) {
+            e.resident = e.resident.min(tokens);
+        }
+    }
+
+    /// The worker holds that much, as it has said itself.
+    pub fn holds(&mut self, at: At, tokens: u32) {
+        self.entry_mut(at).resident = tokens;
+    }
+
+    /// ROUTE-8: a turn completed there and left `tokens`. What others hold beyond that belongs to a history that was
+    /// rewritten (OWN-7): without this cut a stale longer copy would draw the session away from its pin (INV-3).
+    pub fn grew(&mut self, at: At, tokens: u32) {
+        self.entry_mut(at).resident = tokens;
+        for e in &mut self.entries {
+            e.resident = e.resident.min(tokens);
+        }
+    }
+
+    fn entry(&self, at: At) -> Option<&Entry> {
+        self.entries.iter().find(|e| e.at == at)
+    }
+
+    fn entry_mut(&mut self, at: At) -> &mut Entry {
+        let found = self.entries.iter().position(|e| e.at.worker == at.worker);
+        let fresh = Entry {
+            at,
+            resident: 0,
+            rejects: 0,
+        };
+        match found {
+            Some(i) => {
+                if self.entries[i].at != at {
+                    self.entries[i] = fresh;
+                }
+                &mut self.entries[i]
+            }
+            None => {
+                self.entries.push(fresh);
+                let last = self.entries.len() - 1;
+                &mut self.entries[last]
+            }
+        }
+    }
+}
+
+/// The records: at most `bound` of idle sessions, the least recently used go first; a session with a running dispatch
+/// stays.
+#[derive(Clone, Debug)]
+pub struct Sessions {
+    bound: usize,
+    index: HashMap<SessionId, u32>,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    /// Idle sessions, most recently used first.
+    newest: u32,
+    oldest: u32,
+    busy: usize,
+    evicted: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Slot {
+    session: SessionId,
+    record: Record,
+    busy: bool,
+    newer: u32,
+    older: u32,
+}
+
+const NONE: u32 = u32::MAX;
+
+impl Sessions {
+    /// A table of at most `bound` idle sessions, at least one.
+    pub fn new(bound: usize) -> Sessions {
+        Sessions {
+            bound: bound.max(1),
+            index: HashMap::new(),
+            slots: Vec::new(),
+            free: Vec::new(),
+            newest: NONE,
+            oldest: NONE,
+            busy: 0,
+            evicted: 0,
+        }
+    }
+
+    /// Sessions remembered.
+    pub fn len(&self) -> usize {
+        self.index.len()
+    }
+
+    /// None is remembered.
+    pub fn is_empty(&self) -> bool {
+        self.index.is_empty()
+    }
+
+    /// Sessions with a running dispatch.
+    pub fn busy(&self) -> usize {
+        self.busy
+    }
+
+    /// Records forgotten for the bound so far.
+    pub fn evicted(&self) -> u64 {
+        self.evicted
+    }
+
+    /// The session's record.
+    pub fn peek(&self, session: &SessionId) -> Option<&Record> {
+        self.index.get(session).map(|&i| &self.slots[i as usize].record)
+    }
+
+    /// The session's record, for a dispatch that has opened it.
+    pub fn record_mut(&mut self, session: &SessionId) -> Option<&mut Record> {
+        let i = *self.index.get(session)?;
+        Some(&mut self.slots[i as usize].record)
+    }
+
+    /// ADM-8: takes the session for one dispatch; false if another has it.
+    pub fn open(&mut self, session: &SessionId) -> bool {
+        match self.index.get(session) {
+            Some(&i) if self.slots[i as usize].busy => return false,
+            Some(&i) => {
+                self.unlink(i);
+                self.slots[i as usize].busy = true;
+            }
+            None => {
+                let slot = Slot {
+                    session: session.clone(),
+                    record: Record::default(),
+                    busy: true,
+                    newer: NONE,
+                    older: NONE,
+                };
+                let i = match self.free.pop() {
+                    Some(i) => {
+                        self.slots[i as usize] = slot;
+                        i
+                    }
+                    None => {
+                        self.slots.push(slot);
+                        (self.slots.len() - 1) as u32
+                    }
+                };
+                self.index.insert(session.clone(), i);
+            }
+        }
+        self.busy += 1;
+        self.evict();
+        true
+    }
+
+    /// The dispatch that opened the session is over.
+    pub fn close(&mut self, session: &SessionId) {
+        let Some(&i) = self.index.get(session) else { return };
+        if !self.slots[i as usize].busy {
+            return;
+        }
+        self.slots[i as usize].busy = false;
+        self.busy -= 1;
+        self.link(i);
+        self.evict();
+    }
+
+    /// Idle sessions at `at`'s worker that are pinned to that process.
+    pub fn pinned(&self, view: &View) -> Vec<u64> {
+        let mut counts = vec![0; view.len()];
+        for &i in self.index.values() {
+            if let Some(at) = self.slots[i as usize].record.pin.filter(|&at| view.at(at.worker) == at) {
+                counts[usize::from(at.worker.0)] += 1;
+            }
+        }
+        counts
+    }
+
+    /// The bound is global: busy sessions count too, but only idle ones can go.
+    fn evict(&mut self) {
+        while self.index.len() > self.bound && self.oldest != NONE {
+            let i = self.oldest;
+            self.unlink(i);
+            let slot = &mut self.slots[i as usize];
+            self.index.remove(&slot.session);
+            slot.record = Record::default();
+            self.free.push(i);
+            self.evicted += 1;
+        }
+    }
+
+    fn link(&mut self, i: u32) {
+        let newest = self.newest;
+        let slot = &mut self.slots[i as usize];
+        (slot.newer, slot.older) = (NONE, newest);
+        match newest {
+            NONE => self.oldest = i,
+            n => self.slots[n as usize].newer = i,
+        }
+        self.newest = i;
+    }
+
+    fn unlink(&mut self, i: u32) {
+        let (newer, older) = (self.slots[i as usize].newer, self.slots[i as usize].older);
+        match newer {
+            NONE => self.newest = older,
+            n => self.slots[n as usize].older = older,
+        }
+        match older {
+            NONE => self.oldest = newer,
+            n => self.slots[n as usize].newer = newer,
+        }
+        let slot = &mut self.slots[i as usize];
+        (slot.newer, slot.older) = (NONE, NONE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::routing::view::WorkerIndex;
+
+    fn id(n: u32) -> SessionId {
+        SessionId::new(&format!("s{n}")).expect("plain")
+    }
+
+    fn at(worker: u16, generation: u32) -> At {
+        At {
+            worker: WorkerIndex(worker),
+            generation,
+        }
+    }
+
+    proptest! {
+        /// ROUTE-8, F18: against a list that is scanned.
+        #[test]
+        fn the_table_is_a_bounded_lru(bound in 1usize..5, ops in prop::collection::vec((0u32..8, any::<bool>()), 0..80)) {
+            let mut table = Sessions::new(bound);
+            let (mut idle, mut busy): (Vec<u32>, Vec<u32>) = (vec![], vec![]);
+            for (n, open) in ops {
+                if open {
+                    prop_assert_eq!(table.open(&id(n)), !busy.contains(&n));
+                    if !busy.contains(&n) {
+                        idle.retain(|&m| m != n);
+                        busy.push(n);
+                    }
+                } else {
+                    table.close(&id(n));
+                    if busy.contains(&n) {
+                        busy.retain(|&m| m != n);
+                        idle.push(n);
+                    }
+                }
+                while idle.len() + busy.len() > bound && !idle.is_empty() {
+                    idle.remove(0);
+                }
+                prop_assert_eq!(table.len(), idle.len() + busy.len());
+                prop_assert_eq!(table.busy(), busy.len());
+                for m in 0..8 {
+                    prop_assert_eq!(table.peek(&id(m)).is_some(), idle.contains(&m) || busy.contains(&m));
+                }
+                prop_assert!(table.slots.len() <= bound + busy.len() + 1 || table.slots.len() <= 8);
+            }
+        }
+    }
+
+    #[test]
+    fn diverse_sessions_do_not_grow_the_table() {
+        // ROUTE-8, F18
+        let mut table = Sessions::new(100);
+        for n in 0..10_000 {
+            assert!(table.open(&id(n)));
+            table.close(&id(n));
+        }
+        assert_eq!((table.len(), table.evicted()), (100, 9_900));
+        assert!(table.slots.len() <= 101);
+    }
+
+    #[test]
+    fn estimates_grow_on_completion_and_are_cut_by_answers() {
+        // ROUTE-8
+        let mut r = Record::default();
+        r.grew(at(0, 0), 500);
+        r.cut(at(0, 0), 900);
+        assert_eq!(r.resident(at(0, 0)), 500);
+        r.cut(at(0, 0), 100);
+        assert_eq!(r.resident(at(0, 0)), 100);
+        r.holds(at(1, 0), 300);
+        r.grew(at(0, 0), 200);
+        assert_eq!(
+            r.resident(at(1, 0)),
+            200,
+            "a rewritten history is nowhere longer than at its holder"
+        );
+        assert_eq!(r.resident(at(1, 1)), 0, "another process");
+    }
+
+    #[test]
+    fn a_number_is_given_out_once_and_above_a_foreign_one() {
+        // SES-4
+        let mut store = MemoryStore::new(StoreId(1));
+        let foreign = Placement {
+            n: 40,
+            store: StoreId(2),
+        };
+        let mut take = |above| store.take(&id(0), above).n;
+        assert_eq!(
+            [take(None), take(Some(foreign)), take(None), take(Some(foreign))],
+            [1, 41, 42, 43]
+        );
+    }
+}
