@@ -61,7 +61,8 @@ def loads(soname: str) -> bool:
 
 def build(target: Path, symbols: set[tuple[str, str]]) -> None:
     """A shared object `target` that defines exactly `symbols`, each (name, version tag or empty)."""
-    code, versions = [".text"], {}
+    code = [".text"]
+    versions: dict[str, list[str]] = {}
     for name, tag in sorted(symbols):
         code.append(f".globl {name}\n.type {name},@function\n{name}:\n mov $999, %eax\n ret")
         if tag:
@@ -71,7 +72,7 @@ def build(target: Path, symbols: set[tuple[str, str]]) -> None:
         source, script = Path(folder, "stub.s"), Path(folder, "stub.map")
         source.write_text("\n".join(code))
         script.write_text("".join(f"{tag} {{ {'; '.join(names)}; }};\n" for tag, names in versions.items()))
-        command = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{target.name}", "-o", target, source]
+        command = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{target.name}", "-o", str(target), str(source)]
         subprocess.run(command + ([f"-Wl,--version-script={script}"] if versions else []), check=True)
 
 
@@ -80,16 +81,16 @@ def main(site: Path) -> None:
     ours = [*lib.glob("*.so*"), *site.glob("torch/_C*.so")]
     real = list(site.glob("nvidia/*/lib/*.so*"))
     links = [Links(path) for path in ours]
-    defined = {name for l in [*links, *map(Links, real)] for name in l.defined}
+    defined = {name for link in [*links, *map(Links, real)] for name in link.defined}
     there = {path.name for path in ours + real}
-    absent = sorted(so for so in {n for l in links for n in l.needed} - there if not loads(so))
+    absent = sorted(so for so in {n for link in links for n in link.needed} - there if not loads(so))
     if not absent:
         return print("  no CUDA library is absent")
     wanted: dict[str, set[tuple[str, str]]] = {so: set() for so in absent}
-    for l in links:
-        for name, tag in l.undefined:
-            if tag and l.tag_home.get(tag) in wanted:
-                wanted[l.tag_home[tag]].add((name, tag))
+    for link in links:
+        for name, tag in link.undefined:
+            if tag and link.tag_home.get(tag) in wanted:
+                wanted[link.tag_home[tag]].add((name, tag))
             elif not tag and name not in defined and CUDA_NAME.match(name):
                 wanted[absent[0]].add((name, ""))
     for soname, symbols in wanted.items():

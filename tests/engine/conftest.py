@@ -4,7 +4,7 @@
 run; the Python session cache and the small pools only while their file runs.
 """
 
-import subprocess
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -46,9 +46,10 @@ def pytest_runtest_makereport(item, call):
 def nothing_left():
     """After the run none of our processes is alive."""
     yield
-    groups = {str(p.pid) for p in live}
-    alive = [line for line in subprocess.run(["ps", "-eo", "pgid="], capture_output=True, text=True).stdout.split()]
-    assert not groups & set(alive), "processes left behind"
+    deadline = time.monotonic() + 10
+    while left := [p.name for p in live if p.members()]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.2)
 
 
 @dataclass
@@ -74,45 +75,40 @@ class Cluster:
         return next((w for w, view in views if view and view["committed"]), None)
 
 
-def run(*engines: Engine):
-    """Starts engines, yields, and stops them: the body of a fixture."""
+def run(value, *engines: Engine):
+    """Starts engines, yields `value`, and stops them: the body of a fixture."""
     try:
         start_all(*engines)
         live.extend(e.process for e in engines)
-        yield
+        yield value
     finally:
         for engine in engines:
             engine.stop()
 
 
 @pytest.fixture(scope="session")
-def farm():
-    """The plain server and the cluster, started together."""
-    plain = Engine("plain", "plain", pool=131072)
+def plain():
+    """No cache at all: every answer computed from the whole prompt."""
+    engine = Engine("plain", "plain", pool=131072)
+    yield from run(engine, engine)
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """The decode workers differ in page size, and their pools are small."""
     prefill = Worker("prefill", role="prefill", append=APPEND, page=16, pool=32768)
     d1 = Worker("decode1", role="decode", append=APPEND, page=1, pool=12288, running=8)
     d2 = Worker("decode2", role="decode", append=APPEND, page=16, pool=12288, running=8)
-    started = run(plain, prefill, d1, d2)
-    next(started)
     router = Router("router", [("prefill", prefill.url), ("decode", d1.url), ("decode", d2.url)])
+    started = run(None, prefill, d1, d2)
+    next(started)
     try:
         router.start()
         live.append(router.process)
-        yield plain, Cluster(prefill, [d1, d2], router)
+        yield Cluster(prefill, [d1, d2], router)
     finally:
         router.stop()
         next(started, None)
-
-
-@pytest.fixture(scope="session")
-def plain(farm) -> Engine:
-    """No cache at all: every answer computed from the whole prompt."""
-    return farm[0]
-
-
-@pytest.fixture(scope="session")
-def cluster(farm) -> Cluster:
-    return farm[1]
 
 
 @pytest.fixture

@@ -19,4 +19,4 @@ def test_the_reference_repeats_itself(plain, oracle):
 def test_the_chat_template_is_there(plain):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}
     answer = plain.http.post("/v1/chat/completions", body).json
-    assert answer["usage"]["prompt_tokens"] == len("<s>user\nhello<e>\n<s>assistant\n") - 6
+    assert answer["usage"]["prompt_tokens"] == 24  # one token per byte, and per special token

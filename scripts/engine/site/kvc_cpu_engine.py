@@ -45,7 +45,7 @@ def extend(prefix_lens, seq_lens, last_loc, free_pages, out, _next_power_of_two,
     import torch
 
     offsets, at, used = torch.arange(page), 0, 0
-    for prefix, seq, last in zip(prefix_lens.tolist(), seq_lens.tolist(), last_loc.tolist()):
+    for prefix, seq, last in zip(prefix_lens.tolist(), seq_lens.tolist(), last_loc.tolist(), strict=True):
         in_page = min(seq - prefix, -prefix % page)
         rest = seq - prefix - in_page
         pages = -(-rest // page)
@@ -60,7 +60,7 @@ def extend(prefix_lens, seq_lens, last_loc, free_pages, out, _next_power_of_two,
 def decode(seq_lens, last_loc, free_pages, out, _next_power_of_two, page):
     """One slot for each request: the next in its page, or the first of a free page."""
     used = 0
-    for i, (seq, last) in enumerate(zip(seq_lens.tolist(), last_loc.tolist())):
+    for i, (seq, last) in enumerate(zip(seq_lens.tolist(), last_loc.tolist(), strict=True)):
         if (seq - 1) % page:
             out[i] = last + 1
         elif used < len(free_pages):

@@ -43,7 +43,9 @@ class Generate:
 
     def generate(self, ids, session=None, n=8, headers=None, timeout_s=120, **body) -> Reply:
         """Greedy, `n` new tokens; `session` by the native body field."""
-        return reply(self.http.post("/generate", self.body(ids, session, n, **body), headers=headers, timeout_s=timeout_s))
+        return reply(
+            self.http.post("/generate", self.body(ids, session, n, **body), headers=headers, timeout_s=timeout_s)
+        )
 
     def stream(self, ids, session=None, n=8, headers=None, timeout_s=120, **body) -> Reply:
         """The same, streamed; the tokens put together again from the events."""
@@ -84,10 +86,10 @@ class Engine(Generate):
             "KVC_TEST": "1" if kind == "rust" else "0",
             **(env or {}),
         }
-        self.process: Process | None = None
+        self._process: Process | None = None
 
     def start(self) -> "Engine":
-        self.process = Process(self.name, self.command, self.env)
+        self._process = Process(self.name, self.command, self.env)
         return self
 
     def ready(self) -> "Engine":
@@ -104,19 +106,25 @@ class Engine(Generate):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def process(self) -> Process:
+        assert self._process, f"{self.name} was not started"
+        return self._process
+
     def alive(self) -> bool:
-        return self.process is not None and self.process.alive()
+        return self.process.alive()
 
     def stop(self) -> None:
-        if self.process:
-            self.process.stop()
+        if self._process:
+            self._process.stop(grace_s=0)  # nothing of it is kept
 
     def flush(self) -> None:
         self.http.post("/flush_cache")
 
     def leak_reports(self) -> list[str]:
         """Lines of the engine's own memory checkers; there must be none."""
-        return [line for line in self.process.text().splitlines() if "leak detected" in line or "Scheduler hit an exception" in line]
+        marks = ("leak detected", "Leak Detected", "Scheduler hit an exception")
+        return [line for line in self.process.text().splitlines() if any(mark in line for mark in marks)]
 
 
 def reply(answer: Answer) -> Reply:

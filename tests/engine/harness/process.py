@@ -95,14 +95,18 @@ class Process:
             pass
         self.popen.wait()
 
-    def memory_mib(self) -> float:
-        """Resident memory of the group."""
-        pages = 0
+    def members(self) -> list[list[str]]:
+        """Fields of /proc/PID/stat, from the state on, of each live process of the group."""
+        found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[2]) == self.pid:
-                    pages += int(fields[21])
-            except (OSError, IndexError):
-                pass
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+            except OSError:
+                continue  # it has just ended
+            if int(fields[2]) == self.pid and fields[0] != "Z":
+                found.append(fields)
+        return found
+
+    def memory_mib(self) -> float:
+        """Resident memory of the group."""
+        return sum(int(fields[21]) for fields in self.members()) * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -17,11 +17,11 @@ class Router(Generate):
         for role, url in workers:
             self.command += ["--worker", f"role={role},url={url}"]
         self.command += list(flags)
-        self.process: Process | None = None
+        self._process: Process | None = None
 
     def start(self) -> "Router":
         assert BINARY.exists(), "build it first: cargo build -p kvc-router"
-        self.process = Process(self.name, self.command)
+        self._process = Process(self.name, self.command)
         self.process.wait_until(self.healthy, 30)
         return self
 
@@ -37,6 +37,11 @@ class Router(Generate):
     def metrics(self) -> str:
         return self.http.get("/metrics").text
 
+    @property
+    def process(self) -> Process:
+        assert self._process, f"{self.name} was not started"
+        return self._process
+
     def stop(self) -> None:
-        if self.process:
-            self.process.stop()
+        if self._process:
+            self._process.stop()

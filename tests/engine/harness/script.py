@@ -13,7 +13,9 @@ def ids(rnd: random.Random, n: int) -> list[int]:
 
 def words(rnd: random.Random, n: int) -> str:
     """About `n` tokens of text; the tokenizer has one token per byte."""
-    return " ".join("".join(rnd.choices("abcdefghijklmnopqrstuvwxyz", k=rnd.randrange(2, 9))) for _ in range(n // 6 + 1))
+    return " ".join(
+        "".join(rnd.choices("abcdefghijklmnopqrstuvwxyz", k=rnd.randrange(2, 9))) for _ in range(n // 6 + 1)
+    )
 
 
 @dataclass(frozen=True)
