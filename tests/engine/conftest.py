@@ -24,7 +24,12 @@ live: list[Process] = []
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: ORDER.index(item.module.__name__))
+    def place(item):
+        callspec = getattr(item, "callspec", None)
+        page = callspec.params.get("small", 0) if callspec else 0  # one small pool after the other
+        return page, ORDER.index(item.module.__name__)
+
+    items.sort(key=place)
 
 
 def pytest_configure(config):
@@ -109,6 +114,20 @@ def cluster():
     finally:
         router.stop()
         next(started, None)
+
+
+def pytest_generate_tests(metafunc):
+    """`small` at pages 1 and 16; 64 for the ledger alone."""
+    if "small" in metafunc.fixturenames:
+        pages = [1, 16, 64] if metafunc.module.__name__ == "test_ledger" else [1, 16]
+        metafunc.parametrize("small", pages, indirect=True, ids=[f"page {p}" for p in pages], scope="session")
+
+
+@pytest.fixture(scope="session")
+def small(request):
+    """A worker with a small pool and few rows."""
+    worker = Worker(f"small{request.param}", append=65536, page=request.param, pool=6144, running=4)
+    yield from run(worker, worker)
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
 """What a worker with `--session-aware-cache=rust` tells beyond SGLang: the module's HTTP surface, and the KVC_TEST routes
 that read the engine's own state and tensors from inside its scheduler."""
 
+import itertools
 import time
+from dataclasses import dataclass
 from functools import cached_property
+from urllib.parse import quote
 
 from .engine import Engine
 from .http import Answer, Client
@@ -73,6 +76,72 @@ class Worker(Engine):
     def kv(self, sid: str, start: int, end: int) -> list[str]:
         """One digest per position over K and V of all layers, read from the engine's tensors."""
         return self.test("kv", session=sid, **{"from": start, "to": end})["digest"]
+
+
+ROUTER_ID, STORE_ID = "00000000000000aa", "00000000000000bb"
+_numbers = itertools.count(1)
+
+
+def question(sid: str, tokens: int, turn: int = 0, **more) -> dict:
+    """A whole admission question, as a router asks it; `more` replaces fields."""
+    number = next(_numbers)
+    return {
+        "session_id": sid, "turn": turn, "input_tokens": tokens, "append_tokens": tokens, "max_new_tokens": 16,
+        "router": ROUTER_ID, "request": number, "attempt": 0, **more,
+    }  # fmt: skip
+
+
+def tag(sid: str, reservation=None, placement=None, prefill=False) -> dict[str, str]:
+    """The X-Kvc-Turn header."""
+    parts = [f"s={quote(sid, safe='')}"]
+    if reservation is not None:
+        parts.append(f"r={reservation}")
+    if placement:
+        parts.append(f"p={placement['n']}.{placement['store']}")
+    return {"x-kvc-turn": ";".join(parts + ["prefill"] * prefill)}
+
+
+@dataclass
+class Seed:
+    """What a router does for a seed or reseed, one step at a time, so that a test can act between the steps."""
+
+    source: Worker
+    target: Worker
+    sid: str
+    prompt: list[int]
+    turn: int = 0
+
+    def admit(self) -> dict:
+        self.placement: dict = {"n": next(_numbers), "store": STORE_ID}
+        asked = question(self.sid, len(self.prompt), self.turn, placement=self.placement)
+        self.key = {k: asked[k] for k in ("router", "request", "attempt")}
+        answer = self.target.admit(**asked).json
+        self.reservation = answer.get("reservation")
+        return answer
+
+    def prefill(self) -> None:
+        self.source.generate(self.prompt, n=1, headers=tag(self.sid, placement=self.placement, prefill=True))
+
+    def pull(self, **more) -> Answer:
+        """The import; its answer, whatever the status."""
+        body = {
+            "reservation": self.reservation, "placement": self.placement, "peer": self.source.info["peer"],
+            "incarnation": self.source.info["incarnation"], "deadline_ms": 20000, **more,
+        }  # fmt: skip
+        return self.target.listener.call("POST", f"/kvc/v1/sessions/{quote(self.sid, safe='')}/import", body)
+
+    def decode(self, n: int = 8, stream: bool = False):
+        call = self.target.stream if stream else self.target.generate
+        return call(self.prompt, n=n, headers=tag(self.sid, self.reservation, self.placement))
+
+    def run(self) -> "Seed":
+        """Admit, prefill, pull."""
+        answer = self.admit()
+        assert answer["can_admit"], answer
+        self.prefill()
+        pulled = self.pull()
+        assert pulled.status == 200, pulled.text
+        return self
 
 
 def assert_balanced(worker: Worker) -> dict:
