@@ -1,6 +1,6 @@
 //! Why bytes did not move: one closed set with the facts, for every mover. `engine-ext` maps them to a recompute.
 
-use std::{io, time::Duration};
+use std::{io, net::SocketAddr, time::Duration};
 
 use crate::region::Run;
 
@@ -175,6 +175,24 @@ pub enum MoverError {
     /// The mover is shutting down.
     #[error("the mover is closed")]
     Closed,
+    /// The mover's configuration cannot work.
+    #[error("{field} is {got}, expected {least} to {most}")]
+    BadConfig {
+        /// The field; waits are counted in milliseconds.
+        field: &'static str,
+        /// As given.
+        got: u64,
+        /// The smallest value.
+        least: u64,
+        /// The largest value.
+        most: u64,
+    },
+    /// Peers cannot dial the unspecified address.
+    #[error("bind is {bind}: set advertise to an address that peers can reach")]
+    NoAdvertise {
+        /// As given.
+        bind: SocketAddr,
+    },
     /// The system refused.
     #[error("{call}: errno {errno}")]
     System {

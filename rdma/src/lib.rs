@@ -4,9 +4,14 @@
 //! and pulls a peer's runs into pages it owns (XFER-1)..
 
 pub mod error;
+mod gate;
+mod lease;
 pub mod mover;
+mod plan;
 pub mod region;
+pub mod tcp;
 
 pub use error::MoverError;
 pub use mover::{Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions, ReadStats};
 pub use region::{HostRegion, Region, RegionKey, Run};
+pub use tcp::{TcpConfig, TcpMover};

@@ -216,6 +216,16 @@ impl Regions {
         Ok(RegionKey(key))
     }
 
+    /// Refuses the first run that lies in no known region.
+    pub(crate) fn check<'a>(&self, runs: impl IntoIterator<Item = &'a Run>) -> Result<(), MoverError> {
+        let regions = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let known = |run: &Run| regions.get(usize::try_from(run.region.0).ok()?)?.locate(run);
+        match runs.into_iter().find(|run| known(run).is_none()) {
+            Some(run) => Err(MoverError::LocalRange { run: *run }),
+            None => Ok(()),
+        }
+    }
+
     /// The address of `run`, if it lies in a known region.
     pub(crate) fn locate(&self, run: &Run) -> Option<NonNull<u8>> {
         let regions = self.0.read().unwrap_or_else(PoisonError::into_inner);
