@@ -116,6 +116,13 @@ impl Leases {
         }
     }
 
+    /// As [`Leases::fence`] for every token.
+    #[cfg(feature = "fault")]
+    pub(crate) fn fence_all(&self) {
+        let table = std::mem::take(&mut *self.table.lock().unwrap_or_else(PoisonError::into_inner));
+        table.into_values().flatten().for_each(|lease| lease.gate.shut());
+    }
+
     fn remove(&self, token: &LeaseToken) -> Option<Arc<Lease>> {
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         let hash = self.key.hash_one(token.0);

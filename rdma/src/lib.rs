@@ -1,17 +1,24 @@
 //! Moves bytes between registered regions of two processes and knows no session (architecture).
 //!
 //! `engine-ext` registers the engine's KV memory with a [`Mover`], exposes runs of it to a peer under a lease token
-//! and pulls a peer's runs into pages it owns (XFER-1)..
+//! and pulls a peer's runs into pages it owns (XFER-1). Movers: [`tcp`], and `loopback` inside one process for tests (feature
+//! `fault`).
 
 pub mod error;
+#[cfg(feature = "fault")]
+pub mod fault;
 mod gate;
 mod lease;
+#[cfg(feature = "fault")]
+pub mod loopback;
 pub mod mover;
 mod plan;
 pub mod region;
 pub mod tcp;
 
 pub use error::MoverError;
+#[cfg(feature = "fault")]
+pub use loopback::Loopback;
 pub use mover::{Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions, ReadStats};
 pub use region::{HostRegion, Region, RegionKey, Run};
 pub use tcp::{TcpConfig, TcpMover};
