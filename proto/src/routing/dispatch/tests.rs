@@ -1,1 +1,733 @@
-//! x
+//! Algorithm 3, told step by step.
+
+use super::*;
+use crate::{
+    id::{Incarnation, StoreId},
+    routing::{
+        MemoryStore, RouterConfig,
+        testing::{D0, D1, D2, admits, info, refuses, view},
+        view::Health,
+    },
+    wire::info::Role,
+};
+
+type TestRouter = Router<MemoryStore>;
+
+const T: Now = Now(0);
+
+fn router_of(roles: &[Role], config: RouterConfig) -> TestRouter {
+    Router::new(config, RouterId(7), MemoryStore::new(StoreId(1)), view(roles))
+}
+
+/// Two or more decode workers, no prefill worker; sessions are not asked for.
+fn decoders(n: usize) -> TestRouter {
+    let config = RouterConfig {
+        ask_unknown: false,
+        ..RouterConfig::default()
+    };
+    router_of(&vec![Role::Decode; n], config)
+}
+
+fn s() -> SessionId {
+    SessionId::new("s").expect("plain")
+}
+
+fn turn(input_tokens: u32) -> Turn {
+    Turn {
+        session: Some(s()),
+        input_tokens,
+        max_new_tokens: Some(16),
+        estimated: false,
+    }
+}
+
+fn start(router: &mut TestRouter, input: u32) -> Dispatch {
+    Dispatch::start(router, turn(input), T)
+}
+
+fn say(d: &mut Dispatch, router: &mut TestRouter, event: Event) {
+    d.handle(router, event, T).expect("the event is expected");
+}
+
+fn probe(d: &mut Dispatch) -> (WorkerIndex, AdmitRequest) {
+    match d.poll_effect() {
+        Some(Effect::Probe { worker, request }) => (worker, *request),
+        other => panic!("expected a probe, got {other:?}"),
+    }
+}
+
+fn run(d: &mut Dispatch) -> (WorkerIndex, Option<crate::wire::turn::TurnTag>) {
+    match d.poll_effect() {
+        Some(Effect::Run { worker, tag }) => (worker, tag),
+        other => panic!("expected a run, got {other:?}"),
+    }
+}
+
+fn answer(a: AdmitAnswer) -> Event {
+    Event::Answer(Box::new(a))
+}
+
+fn complete(d: &mut Dispatch, router: &mut TestRouter) {
+    say(d, router, Event::FirstByte);
+    say(d, router, Event::Completed { output_tokens: 10 });
+    assert_eq!(d.outcome(), Some(Outcome::Completed));
+}
+
+/// One whole seed at whichever worker is chosen.
+fn seed(router: &mut TestRouter, input: u32) -> WorkerIndex {
+    let mut d = start(router, input);
+    let (w, request) = probe(&mut d);
+    assert_eq!(request.turn, 0);
+    say(&mut d, router, answer(admits(w, Mode::Seed, 0)));
+    let (ran, _) = run(&mut d);
+    assert_eq!(ran, w);
+    complete(&mut d, router);
+    w
+}
+
+fn inflight(router: &TestRouter) -> Vec<u32> {
+    router.view.all().map(|w| router.view.worker(w).inflight()).collect()
+}
+
+fn rejects(router: &TestRouter, w: WorkerIndex) -> u32 {
+    router.sessions.peek(&s()).map_or(0, |r| r.rejects(router.view.at(w)))
+}
+
+#[test]
+fn a_second_turn_runs_direct_where_the_first_ran() {
+    // DISP-1, DISP-2, THM-2
+    let mut r = decoders(3);
+    let w = seed(&mut r, 1000);
+    let mut d = start(&mut r, 1100);
+    let (asked, request) = probe(&mut d);
+    assert_eq!(asked, w);
+    assert_eq!(
+        (request.turn, request.input_tokens, request.append_tokens),
+        (1, 1100, 90)
+    );
+    say(&mut d, &mut r, answer(admits(w, Mode::Direct, 1010)));
+    assert_eq!(inflight(&r)[usize::from(w.0)], 1);
+    let (ran, tag) = run(&mut d);
+    let tag = tag.expect("a session turn is tagged");
+    assert_eq!(
+        (ran, tag.reservation, tag.origin),
+        (w, Some(ReservationId(9)), Some((RouterId(7), 2)))
+    );
+    assert_eq!(tag.placement, request.placement);
+    complete(&mut d, &mut r);
+    assert_eq!(inflight(&r), [0, 0, 0]);
+    assert_eq!(d.trace().mode, Some(ExecutionMode::Direct));
+}
+
+#[test]
+fn nothing_is_reset_before_completion() {
+    // DISP-1 [reading], DISP-8
+    let mut r = decoders(2);
+    seed(&mut r, 1000);
+    let mut d = start(&mut r, 1100);
+    let (w, _) = probe(&mut d);
+    say(&mut d, &mut r, answer(refuses(w, Reason::NoDCapacity, 1010)));
+    run(&mut d); // ε = 1: fallback
+    complete(&mut d, &mut r);
+    assert_eq!(rejects(&r, w), 1);
+
+    let mut d = start(&mut r, 1100);
+    probe(&mut d);
+    say(&mut d, &mut r, answer(admits(w, Mode::Direct, 1010)));
+    run(&mut d);
+    assert_eq!(rejects(&r, w), 1, "admission resets nothing");
+    say(&mut d, &mut r, Event::FirstByte);
+    say(&mut d, &mut r, Event::Failed(Reason::PeerUnreachable));
+    assert_eq!(d.outcome(), Some(Outcome::Broken(Reason::PeerUnreachable)));
+    assert_eq!(rejects(&r, w), 1, "a failed execution is not a success");
+
+    let mut d = start(&mut r, 1100);
+    probe(&mut d);
+    say(&mut d, &mut r, answer(admits(w, Mode::Direct, 1010)));
+    run(&mut d);
+    complete(&mut d, &mut r);
+    assert_eq!(rejects(&r, w), 0);
+}
+
+#[test]
+fn a_direct_turn_clears_the_rejects_of_all_workers() {
+    // DISP-7
+    for reset_on_success in [true, false] {
+        let config = RouterConfig {
+            ask_unknown: false,
+            reset_on_success,
+            ..RouterConfig::default()
+        };
+        let mut r = router_of(&[Role::Decode; 3], config);
+        let mut d = start(&mut r, 1000);
+        let (first, _) = probe(&mut d);
+        say(
+            &mut d,
+            &mut r,
+            answer(refuses(first, Reason::SessionNotResidentNoCapacity, 0)),
+        );
+        let (second, _) = probe(&mut d);
+        assert_ne!(first, second, "an asked worker is not asked again (ROUTE-1)");
+        say(&mut d, &mut r, answer(admits(second, Mode::Seed, 0)));
+        run(&mut d);
+        complete(&mut d, &mut r);
+        assert_eq!(rejects(&r, first), 1, "a seed clears its own worker only");
+        let mut d = start(&mut r, 1100);
+        probe(&mut d);
+        say(&mut d, &mut r, answer(admits(second, Mode::Direct, 1010)));
+        run(&mut d);
+        complete(&mut d, &mut r);
+        assert_eq!(rejects(&r, first), u32::from(!reset_on_success));
+    }
+}
+
+#[test]
+fn a_seed_prefills_on_p_while_d_imports() {
+    // DISP-3
+    let config = RouterConfig {
+        ask_unknown: false,
+        ..RouterConfig::default()
+    };
+    let mut r = router_of(&[Role::Prefill, Role::Decode, Role::Decode], config);
+    let mut d = start(&mut r, 1000);
+    let (w, request) = probe(&mut d);
+    assert_eq!(w, D1, "a prefill worker takes no turns");
+    say(&mut d, &mut r, answer(admits(w, Mode::Seed, 0)));
+    let Some(Effect::PrefillAndImport(h)) = d.poll_effect() else {
+        panic!("expected a hand over")
+    };
+    assert_eq!((h.prefill, h.decode), (D0, D1));
+    assert!(h.prefill_tag.prefill_only && h.prefill_tag.reservation.is_none());
+    assert_eq!(h.prefill_tag.placement, request.placement);
+    assert_eq!(Some(h.import.placement), request.placement);
+    assert_eq!(
+        (h.import.reservation, h.import.incarnation),
+        (ReservationId(9), Incarnation(1))
+    );
+    assert_eq!(inflight(&r), [1, 1, 0]);
+    say(&mut d, &mut r, Event::Imported);
+    assert_eq!(inflight(&r), [0, 1, 0]);
+    let (_, tag) = run(&mut d);
+    assert_eq!(tag.and_then(|t| t.placement), request.placement);
+    complete(&mut d, &mut r);
+    assert_eq!(inflight(&r), [0, 0, 0]);
+    assert_eq!(
+        r.sessions.peek(&s()).and_then(|r| r.replica).map(|at| at.worker),
+        Some(D0)
+    );
+}
+
+#[test]
+fn a_failed_import_or_prefill_leaves_the_prompt_to_d() {
+    // XFER-7: recompute is always possible.
+    for event in [Event::ImportFailed(Reason::LeaseRevoked), Event::PrefillFailed] {
+        let config = RouterConfig {
+            ask_unknown: false,
+            ..RouterConfig::default()
+        };
+        let mut r = router_of(&[Role::Prefill, Role::Decode], config);
+        let mut d = start(&mut r, 1000);
+        probe(&mut d);
+        say(&mut d, &mut r, answer(admits(D1, Mode::Seed, 0)));
+        d.poll_effect();
+        say(&mut d, &mut r, event);
+        let (w, tag) = run(&mut d);
+        assert_eq!((w, tag.and_then(|t| t.reservation)), (D1, Some(ReservationId(9))));
+        assert_eq!(inflight(&r), [0, 1]);
+        complete(&mut d, &mut r);
+        assert_eq!(d.trace().chain.len(), 1);
+        assert_eq!(r.sessions.peek(&s()).and_then(|r| r.replica), None);
+    }
+}
+
+#[test]
+fn a_resident_session_found_evicted_gets_a_fresh_placement() {
+    // SES-4: every seed and reseed takes a number before its import; ADM-4
+    let config = RouterConfig {
+        ask_unknown: false,
+        ..RouterConfig::default()
+    };
+    let mut r = router_of(&[Role::Prefill, Role::Decode], config);
+    let mut d = start(&mut r, 1000);
+    let (_, first) = probe(&mut d);
+    say(&mut d, &mut r, answer(admits(D1, Mode::Seed, 0)));
+    d.poll_effect();
+    say(&mut d, &mut r, Event::Imported);
+    run(&mut d);
+    complete(&mut d, &mut r);
+
+    let mut d = start(&mut r, 1100);
+    let (_, second) = probe(&mut d);
+    assert_eq!(
+        second.placement, first.placement,
+        "a direct turn names the placement held"
+    );
+    say(&mut d, &mut r, answer(admits(D1, Mode::Reseed, 0)));
+    let Some(Effect::PrefillAndImport(h)) = d.poll_effect() else {
+        panic!("expected a hand over")
+    };
+    assert!(h.import.placement.n > first.placement.expect("sent").n);
+    assert_eq!(h.prefill, D0);
+}
+
+#[test]
+fn a_large_append_is_asked_again_via_prefill_and_not_counted() {
+    // DISP-6, ADM-2
+    let mut r = decoders(2);
+    let w = seed(&mut r, 1000);
+    let mut d = start(&mut r, 50_000);
+    let (asked, first) = probe(&mut d);
+    assert_eq!((asked, first.via), (w, None));
+    say(&mut d, &mut r, answer(refuses(w, Reason::RealLargeAppend, 1010)));
+    let (asked, again) = probe(&mut d);
+    assert_eq!((asked, again.via), (w, Some(Via::Prefill)));
+    assert!(again.key.attempt > first.key.attempt && again.key.request == first.key.request);
+    assert_ne!(again.placement, first.placement, "a reseed takes a number (SES-4)");
+    say(&mut d, &mut r, answer(admits(w, Mode::Reseed, 1010)));
+    run(&mut d);
+    assert_eq!(rejects(&r, w), 0);
+    complete(&mut d, &mut r);
+}
+
+#[test]
+fn a_turn_refused_on_arrival_for_its_size_is_asked_via_prefill_only_once() {
+    // ADM-14: the estimate was wrong; the worker is the authority.
+    let mut r = decoders(1);
+    seed(&mut r, 1000);
+    let mut d = start(&mut r, 1100);
+    probe(&mut d);
+    say(&mut d, &mut r, answer(admits(D0, Mode::Direct, 1010)));
+    run(&mut d);
+    say(&mut d, &mut r, Event::TurnRefused(Reason::RealLargeAppend));
+    assert_eq!(inflight(&r), [0]);
+    let (_, again) = probe(&mut d);
+    assert_eq!(again.via, Some(Via::Prefill));
+    say(&mut d, &mut r, answer(admits(D0, Mode::Reseed, 1010)));
+    run(&mut d);
+    say(&mut d, &mut r, Event::TurnRefused(Reason::RealLargeAppend));
+    let (_, tag) = run(&mut d);
+    assert_eq!(tag, None, "fallback");
+}
+
+#[test]
+fn a_busy_session_waits_and_then_gets_409_and_is_seeded_nowhere_else() {
+    // ADM-8, F2
+    let mut r = decoders(3);
+    let w = seed(&mut r, 1000);
+    let mut d = start(&mut r, 1100);
+    let mut now = T;
+    let mut asked = 0;
+    loop {
+        match d.poll_effect() {
+            Some(Effect::Probe { worker, .. }) => {
+                assert_eq!(worker, w);
+                asked += 1;
+                let busy = answer(refuses(w, Reason::SessionBusy, 1010));
+                d.handle(&mut r, busy, now).expect("expected");
+            }
+            Some(Effect::Wait { until }) => {
+                assert!(until > now);
+                now = until;
+                d.handle_timeout(&mut r, now);
+            }
+            Some(Effect::Refuse(refused)) => {
+                assert_eq!((refused.status, refused.reason), (409, Reason::SessionBusy));
+                break;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(now.since(T), r.config.busy_wait);
+    assert!(asked > 5);
+    assert_eq!(rejects(&r, w), 0, "DISP-6");
+    assert_eq!(
+        d.trace().chain,
+        [Reason::SessionBusy],
+        "one entry, however long it took"
+    );
+}
+
+#[test]
+fn a_busy_session_that_becomes_idle_is_served() {
+    // ADM-8
+    let mut r = decoders(2);
+    let w = seed(&mut r, 1000);
+    let mut d = start(&mut r, 1100);
+    probe(&mut d);
+    say(&mut d, &mut r, answer(refuses(w, Reason::SessionBusy, 1010)));
+    let Some(Effect::Wait { until }) = d.poll_effect() else {
+        panic!("expected a pause")
+    };
+    d.handle_timeout(&mut r, until);
+    let (asked, _) = probe(&mut d);
+    say(&mut d, &mut r, answer(admits(asked, Mode::Direct, 1010)));
+    run(&mut d);
+    complete(&mut d, &mut r);
+}
+
+#[test]
+fn two_dispatches_of_one_session_do_not_overlap_in_one_router() {
+    // ADM-8: without this two first turns would be seeded on two workers.
+    let mut r = decoders(2);
+    let mut first = start(&mut r, 1000);
+    let mut second = start(&mut r, 1000);
+    let Some(Effect::Wait { until }) = second.poll_effect() else {
+        panic!("expected a wait")
+    };
+    second.handle_timeout(&mut r, until);
+    assert!(matches!(second.poll_effect(), Some(Effect::Wait { .. })));
+    let (w, _) = probe(&mut first);
+    say(&mut first, &mut r, answer(admits(w, Mode::Seed, 0)));
+    run(&mut first);
+    complete(&mut first, &mut r);
+    second.handle_timeout(&mut r, until + Duration::from_millis(10));
+    assert_eq!(probe(&mut second).0, w);
+    assert_eq!(r.sessions.busy(), 1);
+    say(&mut second, &mut r, Event::ClientGone);
+    assert_eq!(r.sessions.busy(), 0);
+}
+
+#[test]
+fn a_queued_dispatch_that_gives_up_leaves_the_session_to_its_owner() {
+    let mut r = decoders(2);
+    let _first = start(&mut r, 1000);
+    let mut second = start(&mut r, 1000);
+    second.handle_timeout(&mut r, T + Duration::from_secs(5));
+    second.poll_effect();
+    assert!(matches!(
+        second.poll_effect(),
+        Some(Effect::Refuse(Refused { status: 409, .. }))
+    ));
+    let mut third = start(&mut r, 1000);
+    say(&mut third, &mut r, Event::ClientGone);
+    assert_eq!(r.sessions.busy(), 1);
+}
+
+#[test]
+fn probes_used_up_is_the_fallback_without_a_session() {
+    // DISP-4, DISP-5: ε = max(1, |D| − 1)
+    let mut r = decoders(3);
+    let mut d = start(&mut r, 1000);
+    let (a, _) = probe(&mut d);
+    say(
+        &mut d,
+        &mut r,
+        answer(refuses(a, Reason::SessionNotResidentNoCapacity, 0)),
+    );
+    let (b, _) = probe(&mut d);
+    say(
+        &mut d,
+        &mut r,
+        answer(refuses(b, Reason::SessionNotResidentNoCapacity, 0)),
+    );
+    let (_, tag) = run(&mut d);
+    assert_eq!(tag, None);
+    complete(&mut d, &mut r);
+    assert_eq!(d.trace().mode, Some(ExecutionMode::Fallback));
+    assert_eq!(d.trace().probes, 2);
+    assert_eq!(
+        (rejects(&r, a), rejects(&r, b)),
+        (1, 1),
+        "a fallback is no success of the session"
+    );
+    assert_eq!(r.sessions.peek(&s()).and_then(|r| r.pin), None);
+}
+
+#[test]
+fn one_worker_is_still_probed_once() {
+    // ε [reading]
+    let mut r = decoders(1);
+    seed(&mut r, 100);
+}
+
+#[test]
+fn too_large_everywhere_is_413_and_too_large_somewhere_is_not() {
+    // ADM-6, DISP-6: it uses up no probe.
+    let mut r = decoders(2);
+    let mut d = start(&mut r, 1000);
+    let (a, _) = probe(&mut d);
+    say(&mut d, &mut r, answer(refuses(a, Reason::TooLarge, 0)));
+    let (b, _) = probe(&mut d);
+    say(&mut d, &mut r, answer(refuses(b, Reason::TooLarge, 0)));
+    assert_eq!(
+        d.poll_effect(),
+        Some(Effect::Refuse(Refused {
+            status: 413,
+            reason: Reason::TooLarge
+        }))
+    );
+    assert_eq!((rejects(&r, a), rejects(&r, b)), (0, 0));
+
+    let mut d = start(&mut r, 1000);
+    let (a, _) = probe(&mut d);
+    say(&mut d, &mut r, answer(refuses(a, Reason::TooLarge, 0)));
+    let (b, _) = probe(&mut d);
+    say(&mut d, &mut r, answer(admits(b, Mode::Seed, 0)));
+    assert_eq!(run(&mut d).0, b);
+}
+
+#[test]
+fn a_draining_worker_is_passed_over_and_remembered() {
+    // ADM-12, ROUTE-6, DISP-6
+    let mut r = decoders(2);
+    let mut d = start(&mut r, 1000);
+    let (a, _) = probe(&mut d);
+    say(&mut d, &mut r, answer(refuses(a, Reason::Draining, 0)));
+    let (b, _) = probe(&mut d);
+    assert_ne!(a, b);
+    assert_eq!(r.view.worker(a).health(), Health::Draining);
+    assert_eq!(rejects(&r, a), 0);
+}
+
+#[test]
+fn the_printed_rule_counts_every_refusal() {
+    // DISP-6, flag count_all_rejects
+    let config = RouterConfig {
+        ask_unknown: false,
+        count_all_rejects: true,
+        ..RouterConfig::default()
+    };
+    let mut r = router_of(&[Role::Decode; 2], config);
+    let mut d = start(&mut r, 1000);
+    let (a, _) = probe(&mut d);
+    say(&mut d, &mut r, answer(refuses(a, Reason::RealLargeAppend, 0)));
+    assert_eq!(rejects(&r, a), 1);
+}
+
+#[test]
+fn a_dead_worker_before_the_first_byte_sends_the_request_elsewhere() {
+    // DISP-8
+    let mut r = decoders(2);
+    let w = seed(&mut r, 1000);
+    let mut d = start(&mut r, 1100);
+    let (_, request) = probe(&mut d);
+    say(&mut d, &mut r, answer(admits(w, Mode::Direct, 1010)));
+    run(&mut d);
+    say(&mut d, &mut r, Event::Failed(Reason::PeerUnreachable));
+    assert_eq!(
+        d.poll_effect(),
+        Some(Effect::Release {
+            worker: w,
+            session: s(),
+            request: request.key
+        })
+    );
+    let (other, again) = probe(&mut d);
+    assert_ne!(other, w);
+    assert!(again.placement.expect("taken").n > request.placement.expect("held").n);
+    say(&mut d, &mut r, answer(admits(other, Mode::Reseed, 0)));
+    assert_eq!(run(&mut d).0, other);
+    complete(&mut d, &mut r);
+    assert_eq!(inflight(&r), [0, 0]);
+    assert_eq!(rejects(&r, w), 0, "the worker's health is charged, not the session");
+}
+
+#[test]
+fn an_unreachable_worker_is_down_and_costs_no_probe() {
+    // ROUTE-6, DISP-8
+    let mut r = decoders(2);
+    let mut d = start(&mut r, 1000);
+    let (a, _) = probe(&mut d);
+    say(&mut d, &mut r, Event::Unreachable);
+    assert_eq!(r.view.worker(a).health(), Health::Down);
+    assert!(
+        matches!(d.poll_effect(), Some(Effect::Release { worker, .. }) if worker == a),
+        "it may have granted"
+    );
+    let (b, _) = probe(&mut d);
+    assert_ne!(a, b);
+    say(&mut d, &mut r, Event::Unreachable);
+    d.poll_effect();
+    assert!(matches!(
+        d.poll_effect(),
+        Some(Effect::Refuse(Refused { status: 502, .. }))
+    ));
+}
+
+#[test]
+fn executions_are_bounded() {
+    // DISP-8: nobody is retried for ever.
+    let mut r = decoders(9);
+    let mut d = Dispatch::start(
+        &mut r,
+        Turn {
+            session: None,
+            ..turn(5)
+        },
+        T,
+    );
+    let mut tried = Vec::new();
+    while let Some(Effect::Run { worker, tag: None }) = d.poll_effect() {
+        assert!(!tried.contains(&worker));
+        tried.push(worker);
+        say(&mut d, &mut r, Event::Failed(Reason::DeadlineExceeded));
+    }
+    assert_eq!(tried.len(), 3);
+    assert_eq!(
+        d.outcome(),
+        Some(Outcome::Refused(Refused {
+            status: 504,
+            reason: Reason::DeadlineExceeded
+        }))
+    );
+    assert_eq!(inflight(&r), [0; 9]);
+}
+
+#[test]
+fn a_stale_placement_is_retaken_above_the_held_one_once() {
+    // SES-4
+    let mut r = decoders(2);
+    let mut d = start(&mut r, 1000);
+    let (w, _) = probe(&mut d);
+    let held = Epoch {
+        placement: Placement {
+            n: 500,
+            store: StoreId(99),
+        },
+        rewind: 0,
+    };
+    let stale = || {
+        let mut a = refuses(w, Reason::StaleEpoch, 0);
+        a.epoch = Some(held);
+        answer(a)
+    };
+    say(&mut d, &mut r, stale());
+    let (again, request) = probe(&mut d);
+    assert_eq!((again, request.placement.map(|p| p.n)), (w, Some(501)));
+    say(&mut d, &mut r, stale());
+    assert_ne!(probe(&mut d).0, w);
+    assert_eq!(rejects(&r, w), 0);
+}
+
+#[test]
+fn a_restarted_worker_is_asked_again_and_what_it_held_is_forgotten() {
+    // F16, ROUTE-6
+    let mut r = decoders(2);
+    let w = seed(&mut r, 1000);
+    let mut d = start(&mut r, 1100);
+    probe(&mut d);
+    let mut a = refuses(w, Reason::StaleIncarnation, 0);
+    a.incarnation = Incarnation(4242);
+    say(&mut d, &mut r, answer(a));
+    let (again, request) = probe(&mut d);
+    assert_eq!((again, request.incarnation), (w, Some(Incarnation(4242))));
+    assert_eq!(request.append_tokens, 1100);
+}
+
+#[test]
+fn an_unknown_session_is_asked_for_before_it_is_seeded() {
+    // ROUTE-9
+    let mut r = router_of(&[Role::Decode; 3], RouterConfig::default());
+    let mut d = start(&mut r, 1000);
+    assert_eq!(d.poll_effect(), Some(Effect::Ask(s())));
+    let placement = Placement {
+        n: 40,
+        store: StoreId(2),
+    };
+    let epoch = Some(Epoch { placement, rewind: 1 });
+    let found = Resident {
+        worker: D2,
+        tokens: 900,
+        epoch,
+    };
+    say(&mut d, &mut r, Event::Residents(vec![found]));
+    let (w, request) = probe(&mut d);
+    assert_eq!((w, request.turn, request.placement), (D2, 1, Some(placement)));
+    assert_eq!(request.append_tokens, 100);
+    say(&mut d, &mut r, Event::ClientGone);
+
+    let mut d = Dispatch::start(
+        &mut r,
+        Turn {
+            session: SessionId::new("new").ok(),
+            ..turn(10)
+        },
+        T,
+    );
+    d.poll_effect();
+    say(&mut d, &mut r, Event::Residents(vec![]));
+    assert_eq!(probe(&mut d).1.turn, 0);
+}
+
+#[test]
+fn a_client_that_goes_away_leaves_nothing_behind() {
+    // F14, ADM-10: a release at once, the count down once.
+    let mut r = decoders(2);
+    let mut d = start(&mut r, 1000);
+    let (w, request) = probe(&mut d);
+    say(&mut d, &mut r, Event::ClientGone);
+    let release = Effect::Release {
+        worker: w,
+        session: s(),
+        request: request.key,
+    };
+    assert_eq!(
+        d.poll_effect(),
+        Some(release),
+        "the answer may still come: a tombstone is wanted"
+    );
+    assert_eq!(d.poll_effect(), None);
+    say(&mut d, &mut r, Event::ClientGone);
+    assert_eq!(d.poll_effect(), None);
+    assert_eq!((r.sessions.busy(), inflight(&r)), (0, vec![0, 0]));
+    assert!(d.handle(&mut r, answer(admits(w, Mode::Seed, 0)), T).is_err());
+}
+
+#[test]
+fn an_engines_own_error_is_passed_on_and_its_grant_released() {
+    let mut r = decoders(2);
+    let mut d = start(&mut r, 1000);
+    let (w, _) = probe(&mut d);
+    say(&mut d, &mut r, answer(admits(w, Mode::Seed, 0)));
+    run(&mut d);
+    say(&mut d, &mut r, Event::Passed);
+    assert!(matches!(d.poll_effect(), Some(Effect::Release { .. })));
+    assert_eq!(d.outcome(), Some(Outcome::Passed));
+    assert_eq!(r.sessions.peek(&s()).and_then(|r| r.pin), None);
+}
+
+#[test]
+fn without_the_question_a_direct_turn_goes_at_once_and_is_admitted_on_arrival() {
+    // ADM-10, ADM-14
+    let config = RouterConfig {
+        ask_unknown: false,
+        admit_direct: false,
+        max_uncached_tokens: 200,
+        ..RouterConfig::default()
+    };
+    let mut r = router_of(&[Role::Decode; 3], config);
+    let w = seed(&mut r, 1000);
+    let mut d = start(&mut r, 1100);
+    let (ran, tag) = run(&mut d);
+    assert_eq!((ran, tag.and_then(|t| t.reservation)), (w, None));
+    say(&mut d, &mut r, Event::TurnRefused(Reason::NoDCapacity));
+    assert_eq!(rejects(&r, w), 1);
+    assert_ne!(probe(&mut d).0, w);
+    say(&mut d, &mut r, Event::ClientGone);
+    let mut d = start(&mut r, 5000);
+    probe(&mut d); // a large append is asked for
+}
+
+#[test]
+fn an_event_out_of_turn_changes_nothing() {
+    let mut r = decoders(2);
+    let mut d = start(&mut r, 1000);
+    let (w, _) = probe(&mut d);
+    let wrong = d.handle(&mut r, Event::Imported, T);
+    assert_eq!(wrong.map_err(|e| e.state), Err("probing"));
+    say(&mut d, &mut r, answer(admits(w, Mode::Seed, 0)));
+    run(&mut d);
+}
+
+#[test]
+fn no_worker_is_an_answer_at_once() {
+    let mut r = decoders(1);
+    r.view.lost(D0);
+    let mut d = start(&mut r, 1000);
+    assert!(matches!(
+        d.poll_effect(),
+        Some(Effect::Refuse(Refused { status: 502, .. }))
+    ));
+    r.view.seen(D0, &info(1));
+    seed(&mut r, 10);
+}
