@@ -1,0 +1,46 @@
+//! Every key with its default and meaning, once: read by [`Config::load`](super::Config::load), shown by the shim's help.
+
+/// One setting.
+#[derive(Clone, Copy, Debug)]
+pub struct Key {
+    /// Its name in the file, with `_` as written; in the environment `KVC_` and upper case, `.` becoming `_`.
+    pub name: &'static str,
+    /// What it is when nobody sets it; `None` where it may be absent.
+    pub default: Option<&'static str>,
+    /// What it means, with unit.
+    pub meaning: &'static str,
+}
+
+macro_rules! keys {
+    ($($name:ident = $text:literal, $default:expr, $meaning:literal;)*) => {
+        $(pub(super) const $name: &str = $text;)*
+        /// All settings.
+        pub const KEYS: &[Key] = &[$(Key { name: $text, default: $default, meaning: $meaning }),*];
+    };
+}
+
+keys! {
+    LISTEN = "listen", Some("127.0.0.1:0"), "ip:port of the HTTP listener; port 0 takes a free one";
+    PEER_LISTEN = "peer_listen", Some("127.0.0.1:0"), "ip:port of the peer control plane";
+    DATA_LISTEN = "data_listen", Some("127.0.0.1:0"), "ip:port of the data mover";
+    ADVERTISE = "advertise", None, "IP address told to others where a listener is bound to 0.0.0.0 or [::]";
+    SECRET_FILE = "secret_file", None, "file with the secret that all workers share, 16 bytes or more (XFER-10)";
+    TLS_CERT = "tls.cert", None, "PEM file: certificate chain of the peer control plane (XFER-10)";
+    TLS_KEY = "tls.key", None, "PEM file: its private key";
+    TLS_CA = "tls.ca", None, "PEM file: who signs the peers' certificates";
+    TLS_NAME = "tls.name", None, "the name that every peer's certificate carries; absent: the peer's IP address";
+    ROLE = "role", Some("both"), "prefill, decode or both";
+    MAX_UNCACHED_TOKENS = "max_uncached_tokens", Some("8192"), "largest append in tokens that is computed here (ADM-2)";
+    RHO = "rho", Some("0.95"), "share of the pool that admission fills (ADM-6)";
+    RULE = "rule", Some("growth"), "growth or paper (ADM-6)";
+    CLIP = "clip", Some("4096"), "what an absent or larger generation limit counts as, in tokens (ADM-6)";
+    RESERVATION_MS = "reservation_ms", Some("30000"), "how long a grant lives without a sign of life (ADM-10)";
+    LEASE_MS = "lease_ms", Some("10000"), "how long a peer's lease lives without renewal (XFER-2)";
+    LEASE_MAX_MS = "lease_max_ms", Some("300000"), "how long a peer's lease lives at most (XFER-2)";
+    EVICT_IDLE = "evict_idle", Some("true"), "whether admission may plan evictions of idle sessions (ADM-9)";
+    SESSION_CAP = "session_cap", None, "most tokens one session may hold; absent: rho of the pool (SES-3)";
+    REMEMBERED = "remembered", Some("100000"), "evicted sessions whose identity is kept (SES-1)";
+    IMPORT_DEADLINE_MS = "import_deadline_ms", Some("120000"), "the longest an import may take (XFER-7)";
+    STREAMS = "streams", Some("2"), "data streams per read";
+    CHECKSUM = "checksum", Some("false"), "checksum every chunk (XFER-8)";
+}

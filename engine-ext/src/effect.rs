@@ -1,0 +1,149 @@
+//! Carries out what the machine asks for (ADR 0001): fences before the caller gets any page, the rest handed to the
+//! transfer engine.
+
+use std::sync::{
+    Mutex, PoisonError,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use kvc_proto::{
+    id::{ImportId, LeaseId},
+    worker::{Effect, Worker},
+};
+
+use crate::{state::Shared, transfer::import::Order};
+
+/// Something that must be over before pages go back to the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fence {
+    Lease(LeaseId),
+    Import(ImportId),
+}
+
+/// Fences that were asked for and are not over yet.
+///
+/// A fence may be drained by one thread while another thread's call gets the pages it protects. Each fence is announced
+/// while the machine's lock is still held, and nobody returns from a call before all announced fences are over.
+#[derive(Debug, Default)]
+pub(crate) struct Fences {
+    queue: Mutex<Vec<Fence>>,
+    gate: Mutex<()>,
+    open: AtomicUsize,
+}
+
+impl Fences {
+    fn announce(&self, fence: Fence) {
+        self.open.fetch_add(1, Ordering::AcqRel);
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).push(fence);
+    }
+
+    /// Returns when every fence announced before the call is over, carrying out what nobody else does.
+    fn settle(&self, carry_out: impl Fn(Fence)) {
+        if self.open.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let _gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let batch = std::mem::take(&mut *self.queue.lock().unwrap_or_else(PoisonError::into_inner));
+            if batch.is_empty() {
+                return;
+            }
+            for fence in batch {
+                carry_out(fence);
+                self.open.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+    }
+}
+
+/// Takes the machine's effects while its lock is held; only announces.
+pub(crate) fn drain(shared: &Shared, worker: &mut Worker) -> Vec<Effect> {
+    let mut effects = Vec::new();
+    while let Some(effect) = worker.poll_effect() {
+        match effect {
+            Effect::FenceLease { lease } => shared.fences.announce(Fence::Lease(lease)),
+            Effect::FenceImport { import } => shared.fences.announce(Fence::Import(import)),
+            other => effects.push(other),
+        }
+    }
+    effects
+}
+
+/// After the lock has been dropped, before the caller gets its answer.
+pub(crate) fn carry_out(shared: &Shared, effects: Vec<Effect>) {
+    shared.fences.settle(|fence| match fence {
+        Fence::Lease(lease) => shared.exports.fence(lease, shared.mover.as_ref()),
+        Fence::Import(import) => shared.imports.fence(import),
+    });
+    for effect in effects {
+        match effect {
+            Effect::OpenLease {
+                import,
+                session,
+                peer,
+                incarnation,
+                placement,
+            } => shared.imports.open(
+                import,
+                Order {
+                    session,
+                    peer,
+                    incarnation,
+                    placement,
+                },
+            ),
+            Effect::Pull { import, from, slots } => shared.imports.pull(import, from, slots),
+            Effect::Confirm { import } => shared.imports.confirm(import),
+            Effect::EndLease { import } => shared.imports.end(import),
+            Effect::ImportDone { import, outcome } => shared.imports.done(import, outcome, &shared.metrics),
+            Effect::LeaseGrown { .. } | Effect::Arrived { .. } => shared.exports.changed(),
+            Effect::Wake => shared.wake.set(),
+            Effect::FenceLease { .. } | Effect::FenceImport { .. } => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::{Arc, Barrier, atomic::AtomicBool},
+        thread,
+        time::Duration,
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_call_waits_for_a_fence_that_another_thread_carries_out() {
+        // XFER-2: the pages of a revoked lease may be in *this* call's answer.
+        let fences = Arc::new(Fences::default());
+        let over = Arc::new(AtomicBool::new(false));
+        let begun = Arc::new(Barrier::new(2));
+        fences.announce(Fence::Lease(LeaseId(1)));
+        let other = thread::spawn({
+            let (fences, over, begun) = (fences.clone(), over.clone(), begun.clone());
+            move || {
+                fences.settle(|_| {
+                    begun.wait();
+                    thread::sleep(Duration::from_millis(30));
+                    over.store(true, Ordering::SeqCst);
+                })
+            }
+        });
+        begun.wait();
+        fences.settle(|_| unreachable!("the other thread took it"));
+        assert!(over.load(Ordering::SeqCst));
+        other.join().unwrap();
+    }
+
+    #[test]
+    fn fences_run_in_the_order_they_were_announced() {
+        let fences = Fences::default();
+        let order = Mutex::new(Vec::new());
+        for i in 0..3 {
+            fences.announce(Fence::Import(ImportId(i)));
+        }
+        fences.settle(|fence| order.lock().unwrap().push(fence));
+        assert_eq!(*order.lock().unwrap(), (0..3).map(|i| Fence::Import(ImportId(i))).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,319 @@
+//! Asks peers: one kept connection per peer process, greeted once.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use kvc_proto::{
+    id::{Epoch, Incarnation, LeaseId, Placement, SessionId, StoreId},
+    wire::reason::{Reason, Refusal},
+    worker::{Identity, LeaseGrant, LeaseView},
+};
+use kvc_rdma::{LeaseToken, RegionKey};
+use tokio::time::{Instant, timeout_at};
+use tonic::{
+    Request, Response, Status,
+    metadata::{BinaryMetadataValue, MetadataValue},
+    transport::{Channel, ClientTlsConfig, Endpoint},
+};
+
+use crate::{Config, StartError, pool::PeerPool, state::Shared, transfer::Granted};
+
+use super::{
+    BEARER, PROTOCOL,
+    auth::{self, Nonce, Side, Transcript},
+    status::{refusal, unreachable},
+    stream::PING,
+    tls,
+    wire::{self, peer_client::PeerClient},
+};
+
+/// For a connection to stand.
+const CONNECT: Duration = Duration::from_secs(3);
+/// For an answer that needs no waiting at the peer.
+const CALL: Duration = Duration::from_secs(5);
+/// For a lease's end, which nobody waits for.
+const END: Duration = Duration::from_secs(2);
+/// Bytes of one answer: a grant names every token, a view every slot.
+const MESSAGE_MAX: usize = 64 << 20;
+/// Kept connections.
+const KEPT: usize = 256;
+
+/// The peers this worker has greeted.
+pub(crate) struct Peers {
+    kept: Mutex<HashMap<(String, Incarnation), Arc<Peer>>>,
+    tls: Option<ClientTlsConfig>,
+}
+
+/// A lease at a peer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lease {
+    pub(crate) id: LeaseId,
+    pub(crate) token: LeaseToken,
+}
+
+/// A greeted peer process.
+pub(crate) struct Peer {
+    client: PeerClient<Channel>,
+    bearer: BinaryMetadataValue,
+    address: String,
+    /// The mover's endpoint there.
+    pub(crate) data: String,
+    /// Its buffers.
+    pub(crate) pool: PeerPool,
+}
+
+impl Peers {
+    pub(crate) fn new(config: &Config) -> Result<Self, StartError> {
+        Ok(Self {
+            kept: Mutex::default(),
+            tls: tls::client_tls(config),
+        })
+    }
+
+    /// The kept connection to this process, or a new one after a handshake.
+    pub(crate) async fn connect(
+        &self,
+        shared: &Shared,
+        address: &str,
+        incarnation: Incarnation,
+        deadline: Instant,
+    ) -> Result<Arc<Peer>, Refusal> {
+        let key = (address.to_owned(), incarnation);
+        if let Some(peer) = self.lock().get(&key) {
+            return Ok(peer.clone());
+        }
+        let greeted = timeout_at(deadline.min(Instant::now() + CALL), self.greet(shared, address, incarnation)).await;
+        let peer = Arc::new(greeted.map_err(|_| late(address, "handshake"))??);
+        let mut kept = self.lock();
+        if kept.len() >= KEPT {
+            kept.clear();
+        }
+        kept.insert(key, peer.clone());
+        Ok(peer)
+    }
+
+    /// The connection has shown to be of no use.
+    pub(crate) fn forget(&self, address: &str, peer: &Arc<Peer>) {
+        self.lock().retain(|(kept, _), p| kept != address || !Arc::ptr_eq(p, peer));
+    }
+
+    async fn greet(&self, shared: &Shared, address: &str, incarnation: Incarnation) -> Result<Peer, Refusal> {
+        let scheme = if self.tls.is_some() { "https" } else { "http" };
+        let mut endpoint = Endpoint::from_shared(format!("{scheme}://{address}"))
+            .map_err(|e| Refusal::new(Reason::BadRequest, format!("peer {address:?} is no host:port: {e}")))?
+            .connect_timeout(CONNECT)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(PING)
+            .keep_alive_timeout(PING)
+            .keep_alive_while_idle(true);
+        if let Some(tls) = &self.tls {
+            endpoint = endpoint.tls_config(tls.clone()).map_err(|e| unreachable(address, &e))?;
+        }
+        let channel = endpoint.connect().await.map_err(|e| unreachable(address, &e))?;
+        let mut client = PeerClient::new(channel).max_decoding_message_size(MESSAGE_MAX);
+        let said = challenge(shared, &mut client, address).await?;
+        let hello = wire::HelloRequest {
+            proof: said.prove(Side::Client, shared.config.secret.as_ref()),
+            incarnation: shared.incarnation.0,
+            want_incarnation: incarnation.0,
+            model: shared.facts.model.clone(),
+            layout: shared.pool.layout().fingerprint(),
+            version: env!("CARGO_PKG_VERSION").into(),
+        };
+        let reply = client.hello(hello).await.map_err(|s| refusal(address, &s))?.into_inner();
+        Ok(Peer {
+            client,
+            bearer: MetadataValue::from_bytes(&reply.token),
+            address: address.to_owned(),
+            pool: announced(shared, address, &reply.regions)?,
+            data: reply.data,
+        })
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<(String, Incarnation), Arc<Peer>>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Peer {
+    /// Waits, until the import's deadline, for the turn to arrive there.
+    pub(crate) async fn lease(
+        &self,
+        session: &SessionId,
+        placement: Placement,
+        deadline: Instant,
+    ) -> Result<Granted, Refusal> {
+        let wait = deadline.saturating_duration_since(Instant::now());
+        let request = wire::LeaseRequest {
+            session: session.to_string(),
+            placement: placement.n,
+            store: placement.store.0,
+            wait_ms: millis(wait),
+        };
+        let mut client = self.client.clone();
+        let reply = self.within(deadline, "lease", client.lease(self.signed(request))).await?;
+        let token: [u8; 32] = reply.token.as_slice().try_into().map_err(|_| self.broke("lease token"))?;
+        let epoch = Epoch {
+            placement: Placement {
+                n: reply.placement,
+                store: StoreId(reply.store),
+            },
+            rewind: reply.rewind,
+        };
+        if reply.lives_ms == 0 || reply.share as usize > reply.tokens.len() || reply.readable as usize > reply.tokens.len() {
+            return Err(self.broke("lease"));
+        }
+        Ok(Granted {
+            grant: LeaseGrant {
+                lease: LeaseId(reply.lease),
+                epoch,
+                identity: Identity(reply.identity.into()),
+                tokens: reply.tokens.into(),
+                readable: reply.readable,
+                share: reply.share,
+                lives: Duration::from_millis(reply.lives_ms.into()),
+            },
+            token: LeaseToken::from_bytes(token),
+        })
+    }
+
+    /// What became readable past `from`; waits at most `wait` for it.
+    pub(crate) async fn watch(
+        &self,
+        lease: Lease,
+        from: u32,
+        wait: Duration,
+        deadline: Instant,
+    ) -> Result<LeaseView, Refusal> {
+        let wait = wait.min(deadline.saturating_duration_since(Instant::now()));
+        let request = wire::WatchRequest {
+            lease: lease.id.0,
+            from,
+            wait_ms: millis(wait),
+        };
+        let mut client = self.client.clone();
+        let until = deadline.min(Instant::now() + wait + CALL);
+        let reply = self.within(until, "watch", client.watch(self.signed(request))).await?;
+        let mut slots = Vec::new();
+        for run in &reply.runs {
+            let end = run.slot.checked_add(run.len).filter(|end| *end <= self.pool.slots);
+            let end = end.ok_or_else(|| self.broke("slot run"))?;
+            // A peer's pool bounds what it can name; no session is longer.
+            if slots.len() + run.len as usize > self.pool.slots as usize {
+                return Err(self.broke("slot runs"));
+            }
+            slots.extend(run.slot..end);
+        }
+        Ok(LeaseView {
+            from: reply.from,
+            slots,
+            complete: reply.complete,
+        })
+    }
+
+    pub(crate) async fn renew(&self, lease: Lease, within: Duration) -> Result<(), Refusal> {
+        let mut client = self.client.clone();
+        let name = wire::LeaseName { lease: lease.id.0 };
+        self.within(Instant::now() + within, "renew", client.renew(self.signed(name))).await.map(|_| ())
+    }
+
+    /// Whether the lease was valid throughout (XFER-3).
+    pub(crate) async fn confirm(&self, lease: Lease, deadline: Instant) -> Result<(), Refusal> {
+        let mut client = self.client.clone();
+        let name = wire::LeaseName { lease: lease.id.0 };
+        let until = deadline.min(Instant::now() + CALL);
+        self.within(until, "confirm", client.confirm(self.signed(name))).await.map(|_| ())
+    }
+
+    /// Nobody waits for the outcome: a lost message costs the lease's remaining life.
+    pub(crate) async fn end(&self, lease: Lease) {
+        let mut client = self.client.clone();
+        let name = wire::LeaseName { lease: lease.id.0 };
+        if let Err(why) = self.within(Instant::now() + END, "end", client.end(self.signed(name))).await {
+            tracing::debug!(lease = %lease.id, reason = %why.code, "lease not ended at the peer");
+        }
+    }
+
+    async fn within<T>(
+        &self,
+        until: Instant,
+        verb: &str,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, Refusal> {
+        match timeout_at(until, call).await {
+            Ok(Ok(response)) => Ok(response.into_inner()),
+            Ok(Err(status)) => Err(refusal(&self.address, &status)),
+            Err(_) => Err(late(&self.address, verb)),
+        }
+    }
+
+    fn signed<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        request.metadata_mut().insert_bin(BEARER, self.bearer.clone());
+        request
+    }
+
+    fn broke(&self, what: &str) -> Refusal {
+        Refusal::new(Reason::ProtocolMismatch, format!("peer {}: {what} is malformed", self.address))
+    }
+}
+
+/// The server proves first: no word about ourselves goes to a stranger.
+async fn challenge(
+    shared: &Shared,
+    client: &mut PeerClient<Channel>,
+    address: &str,
+) -> Result<Transcript, Refusal> {
+    let own = auth::random().ok_or_else(|| Refusal::new(Reason::Internal, "no random bytes"))?;
+    let request = wire::ChallengeRequest {
+        protocol: PROTOCOL,
+        nonce: own.to_vec(),
+    };
+    let reply = client.challenge(request).await.map_err(|s| refusal(address, &s))?.into_inner();
+    if reply.protocol != PROTOCOL {
+        return Err(Refusal::new(
+            Reason::ProtocolMismatch,
+            format!("peer {address} speaks protocol {}, this worker {PROTOCOL}", reply.protocol),
+        ));
+    }
+    let said = Nonce::try_from(reply.nonce.as_slice()).map(|server| Transcript {
+        protocol: PROTOCOL,
+        client: own,
+        server,
+        incarnation: Incarnation(reply.incarnation),
+    });
+    match said {
+        Ok(said) if said.verify(Side::Server, shared.config.secret.as_ref(), &reply.proof) => Ok(said),
+        _ => Err(Refusal::new(
+            Reason::Unauthenticated,
+            format!("peer {address} does not prove the shared secret of this worker"),
+        )),
+    }
+}
+
+fn announced(shared: &Shared, address: &str, regions: &[wire::Region]) -> Result<PeerPool, Refusal> {
+    let own = shared.pool.layout().buffers();
+    let slots = regions.first().map_or(0, |r| r.slots);
+    let fits = regions.len() == own.len() && regions.iter().zip(own).all(|(r, b)| r.row == b.row && r.slots == slots);
+    if !fits {
+        return Err(Refusal::new(
+            Reason::LayoutMismatch,
+            format!("peer {address} announced {} regions that do not match our {} buffers", regions.len(), own.len()),
+        ));
+    }
+    Ok(PeerPool {
+        keys: regions.iter().map(|r| RegionKey(r.key)).collect(),
+        slots,
+    })
+}
+
+fn late(address: &str, verb: &str) -> Refusal {
+    Refusal::new(Reason::DeadlineExceeded, format!("peer {address}: no answer to {verb} in time"))
+}
+
+fn millis(wait: Duration) -> u32 {
+    u32::try_from(wait.as_millis()).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,163 @@
+//! [`Exports`]: the leases that peers hold on our KV, as the mover knows them. Driven by the peer server; fenced by
+//! whoever revokes.
+
+use std::{
+    collections::HashMap,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use kvc_proto::{
+    id::{Incarnation, LeaseId},
+    time::Now,
+    wire::reason::{Reason, Refusal},
+    worker::{LeaseAnswer, LeaseGrant, LeaseRequest, LeaseView, Worker},
+};
+use kvc_rdma::{LeaseToken, Mover};
+use tokio::{
+    sync::{Notify, futures::Notified},
+    time::Instant,
+};
+
+use crate::{state::Shared, transfer::import::refused};
+
+/// Live leases.
+#[derive(Debug, Default)]
+pub(crate) struct Exports {
+    leases: Mutex<HashMap<LeaseId, Export>>,
+    changed: Notify,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Export {
+    token: LeaseToken,
+    holder: Incarnation,
+}
+
+/// A lease and the token that names it to the mover.
+pub(crate) struct Granted {
+    pub(crate) grant: LeaseGrant,
+    pub(crate) token: LeaseToken,
+}
+
+impl Exports {
+    /// Waits at most `wait` for the turn to arrive, then grants (XFER-2).
+    pub(crate) async fn grant(
+        shared: &Shared,
+        request: &LeaseRequest,
+        holder: Incarnation,
+        wait: Duration,
+    ) -> Result<Granted, Refusal> {
+        let until = Instant::now() + wait;
+        loop {
+            let changed = shared.exports.listen();
+            tokio::pin!(changed);
+            // Registered before the machine is asked: an arrival in between is not missed.
+            changed.as_mut().enable();
+            if let Some(granted) = shared.call(|worker, now| shared.exports.ask(shared, worker, request, holder, now))? {
+                return Ok(granted);
+            }
+            if tokio::time::timeout_at(until, changed).await.is_err() {
+                return Err(Refusal::new(
+                    Reason::DeadlineExceeded,
+                    format!("session {} did not arrive within {} ms", request.session, wait.as_millis()),
+                ));
+            }
+        }
+    }
+
+    /// What became readable past `from`, exposed to the mover; waits at most `wait` for something (XFER-4).
+    pub(crate) async fn watch(
+        shared: &Shared,
+        lease: LeaseId,
+        holder: Incarnation,
+        from: u32,
+        wait: Duration,
+    ) -> Result<LeaseView, Refusal> {
+        let until = Instant::now() + wait;
+        loop {
+            let changed = shared.exports.listen();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            let token = shared.exports.held(lease, holder)?.token;
+            let view = shared.call(|worker, _| worker.lease_view(lease, from))?;
+            if !view.slots.is_empty() || view.complete {
+                // After a revocation in between the token is dead and this is refused.
+                let runs = shared.pool.runs(&view.slots);
+                shared.mover.extend(&token, &runs).map_err(|e| refused(&e))?;
+                return Ok(view);
+            }
+            if tokio::time::timeout_at(until, changed).await.is_err() {
+                return Ok(view);
+            }
+        }
+    }
+
+    /// Refuses a lease that is not `holder`'s.
+    pub(crate) fn check(&self, lease: LeaseId, holder: Incarnation) -> Result<(), Refusal> {
+        self.held(lease, holder).map(|_| ())
+    }
+
+    /// Wakes who waits in [`Exports::grant`] and [`Exports::watch`].
+    pub(crate) fn changed(&self) {
+        self.changed.notify_waiters();
+    }
+
+    /// When it returns nothing reads under this lease any more.
+    pub(crate) fn fence(&self, lease: LeaseId, mover: &dyn Mover) {
+        let export = self.leases.lock().unwrap_or_else(PoisonError::into_inner).remove(&lease);
+        if let Some(export) = export {
+            mover.fence(&export.token);
+        }
+        // Its watcher learns at once that it is over.
+        self.changed();
+    }
+
+    /// The module ends.
+    pub(crate) fn fence_all(&self, mover: &dyn Mover) {
+        let all = std::mem::take(&mut *self.leases.lock().unwrap_or_else(PoisonError::into_inner));
+        for export in all.values() {
+            mover.fence(&export.token);
+        }
+    }
+
+    fn listen(&self) -> Notified<'_> {
+        self.changed.notified()
+    }
+
+    /// Grant and exposure are one step under the machine's lock, so that a revocation always finds the token.
+    fn ask(
+        &self,
+        shared: &Shared,
+        worker: &mut Worker,
+        request: &LeaseRequest,
+        holder: Incarnation,
+        now: Now,
+    ) -> Result<Option<Granted>, Refusal> {
+        let LeaseAnswer::Granted(grant) = worker.lease(request, now)? else {
+            return Ok(None);
+        };
+        let exposed = LeaseToken::random()
+            .and_then(|token| shared.mover.expose(token, shared.config.lease_max).map(|()| token));
+        match exposed {
+            Ok(token) => {
+                let export = Export { token, holder };
+                self.leases.lock().unwrap_or_else(PoisonError::into_inner).insert(grant.lease, export);
+                Ok(Some(Granted { grant, token }))
+            }
+            Err(e) => {
+                worker.end_lease(grant.lease, now);
+                Err(refused(&e))
+            }
+        }
+    }
+
+    fn held(&self, lease: LeaseId, holder: Incarnation) -> Result<Export, Refusal> {
+        let leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
+        match leases.get(&lease) {
+            Some(export) if export.holder == holder => Ok(*export),
+            // Another peer's lease looks like none.
+            _ => Err(Refusal::new(Reason::LeaseUnknown, format!("lease {lease} is over or was never given to this peer"))),
+        }
+    }
+}
