@@ -1,11 +1,32 @@
 //! `kvc._native`: the engine module as Python sees it. Private; the package `kvc` (folder `python/`) is the only caller.
 //!
-//! Translation only: token lists, tensor pointers and engine lengths in, lengths and slot lists out.
+//! Translation only: token lists, tensor pointers and lengths in; lengths, slot lists and commands out. A panic of the
+//! module becomes a Python exception; it never ends the engine's process.
 
 use pyo3::prelude::*;
 
+mod command;
+mod engine;
+mod error;
+mod frees;
+mod layout;
+mod memory;
+mod tag;
+mod turn;
+
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::{
+        command::{Commit, Drop, Free, Land},
+        engine::{Engine, settings},
+        error::status_of,
+        frees::Frees,
+        layout::Layout,
+        tag::TurnTag,
+        turn::Turn,
+    };
+
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
     const __version__: &str = env!("CARGO_PKG_VERSION");

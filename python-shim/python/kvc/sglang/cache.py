@@ -1,0 +1,391 @@
+"""`KvcCache`: what the scheduler holds as its prefix cache in rust mode.
+
+A subclass of `SessionAwareCache`, so that the engine's five isinstance checks hold; none of its slots are used. Requests without
+a turn go to the engine's radix tree untouched. Session turns are translated: engine rows and nodes become pointers,
+lengths and handles, and what the machine gives back is freed. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.session_aware_cache import SessionAwareCache
+from sglang.srt.utils.common import ceil_align
+
+from kvc._native import Commit, Drop, Engine, Free, Frees, Land, Turn
+from kvc.sglang.identity import extra_key_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.session_controller import Session
+
+ROOT = 0
+"""The handle of the tree's root: nothing shared."""
+
+
+class Run:
+    """What one request carries for its turn, from arrival to its end (`Req.kvc`). Retracts start it over."""
+
+    __slots__ = ("adopted", "begun", "matched", "node", "opened", "sid", "turn")
+
+    def __init__(self, turn: Turn, sid: str, opened: Session | None) -> None:
+        self.turn = turn
+        self.sid = sid
+        self.opened = opened
+        self.again()
+
+    def again(self) -> None:
+        """Before its first run, and after a retract."""
+        self.begun = False
+        self.adopted = False
+        self.node: Node | None = None
+        self.matched = 0
+
+
+class Node:
+    """Stands in `req.last_node` for a match in a session's own history. `tree` is the engine's node of the shared part."""
+
+    __slots__ = ("tokens", "tree", "turn")
+
+    def __init__(self, turn: Turn, tokens: int, tree: Any) -> None:
+        self.turn = turn
+        self.tokens = tokens
+        self.tree = tree
+
+
+class Landing:
+    """An import between `Land` and `Commit` or `Drop`."""
+
+    __slots__ = ("extra_key", "handle", "have", "head", "held", "node", "slots", "tokens")
+
+    def __init__(
+        self,
+        tokens: list[int],
+        extra_key: str | None,
+        held: int,
+        match: MatchResult,
+        slots: torch.Tensor,
+        handle: int,
+    ) -> None:
+        self.tokens = tokens
+        self.extra_key = extra_key
+        self.held = held
+        self.node = match.last_device_node
+        self.head = match.device_indices
+        self.have = len(match.device_indices)
+        self.slots = slots
+        self.handle = handle
+
+
+class KvcCache(SessionAwareCache):
+    """See the module."""
+
+    def __init__(self, inner: RadixCache, engine: Engine) -> None:
+        super().__init__(inner)
+        self.engine = engine
+        self.prefixes: dict[int, Any] = {}
+        self.landings: dict[int, Landing] = {}
+        self.pending: dict[Req, None] = {}
+        """Requests with a turn that has not begun."""
+        self.running: dict[Req, None] = {}
+        """Requests with a begun turn."""
+        self._handles = itertools.count(1)
+        self.observer: Any = None
+        """Told of every committed row in tests (`kvc.sglang.testing`)."""
+
+    # Sizes: read by the scheduler's budget and its memory checks.
+
+    def evictable_size(self) -> int:
+        return self.inner.evictable_size() + self.engine.evictable()
+
+    def session_held_tokens(self) -> int:
+        return self.engine.held()
+
+    def session_held_full_tokens(self) -> int:
+        return self.engine.held()
+
+    def session_held_swa_tokens(self) -> int:
+        return 0
+
+    def session_held_req_count(self) -> int:
+        return 0  # OWN-3: idle sessions keep no row
+
+    # A request's way.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        req = params.req
+        run: Run | None = None if req is None else req.kvc
+        if run is None:
+            return self.inner.match_prefix(params)
+        if req.to_finish is not None:
+            # Aborted before it ran; its tokens may have been replaced by one. It runs to its end without the session (F4).
+            self.leave(req)
+            return self.inner.match_prefix(params)
+        matched = run.turn.match(len(params.key.token_ids))
+        if matched is None:
+            return self.inner.match_prefix(params)
+        tokens, shared, prefix = matched
+        slots = torch.empty(tokens, dtype=torch.int64)
+        run.turn.slots_into(slots.data_ptr(), tokens)
+        node = Node(run.turn, tokens, self._tree_node(prefix))
+        return MatchResult(
+            device_indices=slots.to(self.inner.device, non_blocking=True),
+            last_device_node=node,
+            last_host_node=node,
+            cache_protected_len=shared,
+        )
+
+    def inc_lock_ref(self, node: Any) -> IncLockRefResult:
+        if isinstance(node, Node):
+            node.turn.claim(node.tokens)
+            return self.inner.inc_lock_ref(node.tree)
+        return self.inner.inc_lock_ref(node)
+
+    def dec_lock_ref(self, node: Any, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        if isinstance(node, Node):
+            node.turn.unclaim()
+            return self.inner.dec_lock_ref(node.tree)
+        return self.inner.dec_lock_ref(node, params)
+
+    def kvc_begin(self, reqs: list[Req]) -> None:
+        """From the allocator's caller: these requests run now; a rewound tail is freed before they allocate (OWN-7)."""
+        for req in reqs:
+            run: Run | None = req.kvc
+            if run is None or run.begun:
+                continue
+            run.begun = True
+            run.matched = len(req.prefix_indices)
+            run.node = req.last_node if isinstance(req.last_node, Node) else None
+            self.pending.pop(req, None)
+            self.running[req] = None
+            self.free(run.turn.begin())
+
+    def cache_unfinished_req(self, req: Req, **kwargs: Any) -> None:
+        run: Run | None = req.kvc
+        if run is None:
+            self.inner.cache_unfinished_req(req, **kwargs)
+            return
+        row = self._row(req, len(req.fill_ids))
+        host = row.cpu()
+        run.turn.progress(len(host), host.data_ptr(), len(host))
+        if kwargs.get("chunked", False):
+            req.prefix_indices = row.to(dtype=torch.int64, copy=True)
+        elif run.node is None:
+            self._adopt(req, run, req.fill_ids)
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True, **kwargs: Any) -> None:
+        run: Run | None = req.kvc
+        if run is None:
+            self.inner.cache_finished_req(req, is_insert=is_insert, **kwargs)
+            return
+        aborted = isinstance(req.finished_reason, FINISH_ABORT) or isinstance(req.to_finish, FINISH_ABORT)
+        end = req.pop_committed_kv_cache()
+        if is_insert and not aborted:
+            self._commit(req, run, end)
+        else:
+            self._roll_back(req, run, end, retract=not aborted)
+        self.running.pop(req, None)
+        if is_insert or aborted:
+            req.kvc = None
+        else:
+            run.again()
+            self.pending[req] = None
+        # req_pool_idx stays set: the engine frees over-allocated tokens and the row as for any request (OWN-3).
+
+    def leave(self, req: Req) -> None:
+        """The request goes on, or is gone, without its turn."""
+        run: Run | None = req.kvc
+        if run is not None:
+            run.turn.cancel()
+            req.kvc = None
+        self.pending.pop(req, None)
+
+    # Room.
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        allocator = self.token_to_kv_pool_allocator
+        before = allocator.available_size()
+        # Idle sessions lock nothing; their shared prefixes are guarded only while others' are looked for (SES-6).
+        guarded = {handle: self.prefixes[handle] for handle in self.engine.idle_prefixes()}
+        for node in guarded.values():
+            self.inner.inc_lock_ref(node)
+        try:
+            while (short := params.num_tokens - allocator.available_size()) > 0:
+                self.inner.evict(EvictParams(num_tokens=short))
+                if allocator.available_size() >= params.num_tokens:
+                    break
+                frees = self.engine.victim()
+                if frees is None:
+                    break
+                for handle in frees.prefixes:
+                    node = guarded.pop(handle, None)
+                    if node is not None:
+                        self.inner.dec_lock_ref(node)
+                self.free(frees)
+        finally:
+            for node in guarded.values():
+                self.inner.dec_lock_ref(node)
+        return EvictResult(num_tokens_evicted=allocator.available_size() - before)
+
+    def free(self, frees: Frees | None) -> None:
+        """Gives back what the machine gave up: one slot of each page, and handles nobody needs any more."""
+        if frees is None:
+            return
+        if frees.slots:
+            slots = torch.frombuffer(frees.slots, dtype=torch.int64)
+            self.token_to_kv_pool_allocator.free(slots.to(self.inner.device))
+        for handle in frees.prefixes:
+            self.prefixes.pop(handle, None)
+
+    def reset(self) -> None:
+        """Flush: the engine clears its pool next. Imports and leases are fenced before this returns."""
+        self.engine.flush()
+        self.prefixes.clear()
+        self.landings.clear()
+        self.inner.reset()
+
+    def release_session(self, session_id: str) -> None:
+        """Close of a streaming session: at once if idle, at the end of its turn otherwise (SES-2)."""
+        self.engine.close(session_id)
+
+    # Commands of the loop call.
+
+    def carry_out(self, command: Free | Land | Commit | Drop) -> None:
+        """One command of `Engine.poll`."""
+        if isinstance(command, Free):
+            self.free(command.frees)
+        elif isinstance(command, Land):
+            self._land(command)
+        elif isinstance(command, Commit):
+            self._commit_import(command)
+        else:
+            self._give_up(command.locked)
+            self.free(command.frees)
+
+    def _land(self, command: Land) -> None:
+        tokens = command.tokens
+        extra_key = extra_key_of(command.identity)
+        match = self.inner.match_prefix(MatchPrefixParams(key=RadixKey(tokens, extra_key)))
+        need = ceil_align(len(tokens), self.page_size) - max(len(match.device_indices), command.held)
+        self.inner.inc_lock_ref(match.last_device_node)
+        evict_from_tree_cache(self, need)
+        slots = self.token_to_kv_pool_allocator.alloc(need)
+        if slots is None:
+            self.inner.dec_lock_ref(match.last_device_node)
+            self.engine.land_failed(command.import_id)
+            return
+        landing = Landing(tokens, extra_key, command.held, match, slots, self._handle(match.last_device_node))
+        self.landings[command.import_id] = landing
+        head, own = landing.head.cpu(), slots.cpu()
+        frees = self.engine.landed(
+            command.import_id, landing.have, landing.handle, (head.data_ptr(), len(head)), (own.data_ptr(), len(own))
+        )
+        if frees is not None and landing.handle in frees.prefixes:  # it died meanwhile
+            self._give_up(landing.handle)
+        self.free(frees)
+
+    def _commit_import(self, command: Commit) -> None:
+        landing = self.landings.pop(command.import_id)
+        shared, node, head = landing.have, landing.node, landing.head
+        wanted = command.share // self.page_size * self.page_size
+        # With an older copy of its own below the landing slots, what is shared was decided when that copy came here.
+        if wanted > shared and landing.held <= shared:
+            key = RadixKey(landing.tokens[:wanted], landing.extra_key)
+            value = torch.cat([landing.head, landing.slots[: wanted - shared]])
+            self.inner.insert(InsertParams(key=key, value=value))
+            match = self.inner.match_prefix(MatchPrefixParams(key=key))
+            shared, node, head = wanted, match.last_device_node, match.device_indices
+        host = head.cpu()
+        frees = self.engine.import_shared(command.import_id, shared, self._handle(node), (host.data_ptr(), len(host)))
+        self.inner.dec_lock_ref(landing.node)
+        self.prefixes.pop(landing.handle, None)
+        self.free(frees)
+        if self.observer is not None:
+            self.observer.imported(command.import_id, landing, host)
+        self.engine.import_committed(command.import_id)
+
+    def _give_up(self, handle: int) -> None:
+        """An import is dead: its node is unlocked."""
+        for import_id, landing in self.landings.items():
+            if landing.handle == handle:
+                del self.landings[import_id]
+                self.inner.dec_lock_ref(landing.node)
+                break
+        self.prefixes.pop(handle, None)
+
+    # Translation.
+
+    def _row(self, req: Req, end: int) -> torch.Tensor:
+        return self.req_to_token_pool.req_to_token[req.req_pool_idx, :end]
+
+    def _handle(self, node: Any) -> int:
+        """A handle of its own for every adoption and import: forgetting one never touches another's."""
+        if node is self.inner.root_node:
+            return ROOT
+        handle = next(self._handles)
+        self.prefixes[handle] = node
+        return handle
+
+    def _tree_node(self, handle: int) -> Any:
+        return self.inner.root_node if handle == ROOT else self.prefixes[handle]
+
+    def _adopt(self, req: Req, run: Run, tokens: list[int]) -> None:
+        """The first prompt goes into the engine's tree, once, at the end of its prefill (SES-6)."""
+        below = req.cache_protected_len
+        shared = max(run.turn.share_len() // self.page_size * self.page_size, below)
+        if shared > below:
+            key = RadixKey(tokens[:shared], req.extra_key)
+            value = self._row(req, shared).to(dtype=torch.int64, copy=True)
+            self.inner.insert(InsertParams(key=key, value=value, priority=getattr(req, "priority", 0) or 0))
+            match = self.inner.match_prefix(MatchPrefixParams(key=key))
+            self.req_to_token_pool.write((req.req_pool_idx, slice(below, shared)), match.device_indices[below:])
+            self.inner.inc_lock_ref(match.last_device_node)
+            self.inner.dec_lock_ref(req.last_node)
+            req.last_node = match.last_device_node
+            req.cache_protected_len = shared
+        run.adopted = True
+        row = self._row(req, len(tokens)).cpu()
+        self.free(run.turn.adopt(shared, self._handle(req.last_node), row.data_ptr(), len(row)))
+
+    def _commit(self, req: Req, run: Run, end: int) -> None:
+        if run.node is None and not run.adopted:
+            # It ended in its prefill: `cache_unfinished_req` was never called.
+            host = self._row(req, len(req.fill_ids)).cpu()
+            run.turn.progress(len(host), host.data_ptr(), len(host))
+            self._adopt(req, run, req.fill_ids)
+        committed = min(end, len(req.origin_input_ids) + len(req.output_ids))
+        row = self._row(req, end).cpu()
+        frees = run.turn.commit(committed, req.output_ids, row.data_ptr(), committed)
+        self._let_go(req, run, frees, row[ceil_align(committed, self.page_size) :])
+        if self.observer is not None:
+            self.observer.committed(run.sid, (req.origin_input_ids + req.output_ids)[:committed], row[:committed])
+
+    def _roll_back(self, req: Req, run: Run, end: int, retract: bool) -> None:
+        row = self._row(req, end).cpu()
+        frees = run.turn.rollback(end, row.data_ptr(), len(row), retract)
+        # Before the adoption the machine owns none of the row: what the tree does not hold goes back here.
+        unowned = row[req.cache_protected_len :] if run.node is None and not run.adopted else row[:0]
+        self._let_go(req, run, frees, unowned)
+
+    def _let_go(self, req: Req, run: Run, frees: Frees | None, unowned: torch.Tensor) -> None:
+        self.dec_lock_ref(req.last_node)
+        self.free(frees)
+        if len(unowned):
+            self.token_to_kv_pool_allocator.free(unowned.to(self.inner.device, dtype=torch.int64))
+        if run.opened is not None:
+            run.opened.kvc_len = self.engine.history_len(run.sid)

@@ -1,0 +1,207 @@
+"""What the patched scheduler calls: `attach` once at start, then `route`, `arrive`, `poll` and `sweep` of its result.
+
+Requests with a session get a turn here, and the machine's commands are carried out once per loop iteration (OWN-2).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from kvc._native import Engine, TurnTag
+from kvc.errors import Refused
+from kvc.sglang import args, layout
+from kvc.sglang.cache import KvcCache, Run
+from kvc.sglang.http import ROUTING_KEY
+from kvc.sglang.identity import identity_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.session_controller import Session
+
+log = logging.getLogger(__name__)
+
+STUCK_ITERATIONS = 3
+"""Loop iterations in which nothing runs and nothing fits before a waiting turn loses its own session (SES-3)."""
+
+
+def attach(scheduler: Scheduler) -> Hooks:
+    """Starts the module in this scheduler process and puts the cache in its place."""
+    args.check_scheduler(scheduler)
+    engine = Engine(
+        flags=args.flags_of(scheduler.server_args),
+        layout=layout.of(scheduler.token_to_kv_pool_allocator.get_kvcache(), scheduler.page_size),
+        capacity=scheduler.max_total_num_tokens,
+        engine=f"sglang {args.VERSION}",
+        model=scheduler.server_args.served_model_name or scheduler.server_args.model_path,
+    )
+    hooks = Hooks(scheduler, engine)
+    scheduler.tree_cache = hooks.cache
+    if os.environ.get("KVC_TEST") == "1":
+        from kvc.sglang import testing
+
+        testing.observe(scheduler, hooks)
+    log.info("kvc: listening on %s, peers on %s", engine.listen, engine.peer)
+    return hooks
+
+
+class Hooks:
+    """One per scheduler process."""
+
+    def __init__(self, scheduler: Scheduler, engine: Engine) -> None:
+        self.scheduler = scheduler
+        self.engine = engine
+        self.cache = KvcCache(scheduler.tree_cache, engine)
+        self._stuck = 0
+        self._wake: int | None = None
+        if scheduler.idle_sleeper is not None:
+            import zmq
+
+            self._wake = engine.wake_fd()
+            scheduler.idle_sleeper.poller.register(self._wake, zmq.POLLIN)
+
+    def route(self, recv_req: TokenizedGenerateReqInput) -> bool:
+        """Before the request object exists: whose turn is it? True: the request has been refused."""
+        recv_req.kvc = None
+        try:
+            recv_req.kvc = self._routed(recv_req)
+        except Refused as refused:
+            self._refuse(recv_req, refused)
+            return True
+        if recv_req.kvc is not None and recv_req.kvc.tag.prefill:
+            recv_req.sampling_params.max_new_tokens = 0
+            recv_req.sampling_params.min_new_tokens = 0
+        return False
+
+    def arrive(self, recv_req: TokenizedGenerateReqInput, req: Req) -> bool:
+        """The request is about to be queued. True: it has been refused instead, before any work (ADM-14)."""
+        if recv_req.extra_key:
+            # This release accepts the key and ignores it.
+            req.extra_key = recv_req.extra_key + (req.lora_id or "")
+        routed: Routed | None = recv_req.kvc
+        if routed is None or req.to_finish is not None:
+            return False
+        try:
+            turn = self._arrive(routed, req, identity_of(recv_req.extra_key, req.lora_id))
+        except Refused as refused:
+            routed.restore()
+            self._refuse(recv_req, refused)
+            return True
+        req.kvc = Run(turn, routed.tag.session, routed.opened)
+        self.cache.pending[req] = None
+        return False
+
+    def sweep(self) -> None:
+        """Turns whose requests have left the queue without running are over."""
+        if not self.cache.pending:
+            return
+        scheduler = self.scheduler
+        queued = {id(req) for req in scheduler.waiting_queue}
+        queued.update(id(req) for req in scheduler.grammar_manager.grammar_queue)
+        for req in [req for req in self.cache.pending if id(req) not in queued]:
+            self.cache.leave(req)
+
+    def poll(self) -> None:
+        """Once per loop iteration."""
+        scheduler, cache = self.scheduler, self.cache
+        if self._wake is not None:
+            self.engine.clear_wake()
+        self.sweep()
+        if scheduler.running_batch.is_empty():
+            # "No token" while nothing runs marks the empty batch as full, and nothing upstream ever resets it.
+            scheduler.running_batch.batch_is_full = False
+        self._unwedge()
+        commands = self.engine.poll(
+            free=scheduler.token_to_kv_pool_allocator.available_size(),
+            tree_evictable=cache.inner.evictable_size(),
+            running=len(scheduler.running_batch.reqs),
+            waiting=len(scheduler.waiting_queue),
+            pending_prefill_tokens=sum(len(req.origin_input_ids) for req in scheduler.waiting_queue),
+            allocated=[(req.kvc.turn.id, max(0, req.kv_allocated_len - req.kvc.matched)) for req in cache.running],
+        )
+        for command in commands:
+            cache.carry_out(command)
+
+    def _unwedge(self) -> None:
+        """SES-3, last resort: an unaligned restore can cost the page that is missing."""
+        scheduler = self.scheduler
+        idle = (
+            scheduler.waiting_queue
+            and scheduler.running_batch.is_empty()
+            and scheduler.chunked_req is None
+            and not scheduler.last_batch
+            and not scheduler._engine_paused
+            and not self.cache.landings
+        )
+        self._stuck = self._stuck + 1 if idle else 0
+        if self._stuck > STUCK_ITERATIONS:
+            run: Run | None = scheduler.waiting_queue[0].kvc
+            if run is not None:
+                self.cache.free(run.turn.unwedge())
+
+    def _routed(self, recv_req: TokenizedGenerateReqInput) -> Routed | None:
+        tag = None
+        key = recv_req.routing_key
+        if key is not None and key.startswith(ROUTING_KEY):
+            recv_req.routing_key = None
+            tag = TurnTag.parse(key[len(ROUTING_KEY) :])
+        sessions = self.scheduler.session_controller
+        params = recv_req.session_params
+        if params is None or params.id is None:
+            if tag is not None and tag.session in sessions:
+                raise Refused("bad-request", f"session {tag.session!r} was opened: name it in session_params")
+            return None if tag is None else Routed(tag, None)
+        if params.id not in sessions:
+            for name in ("rid", "offset", "replace", "drop_previous_output"):
+                if getattr(params, name):
+                    raise Refused("bad-request", f"session_params.{name} needs a session that was opened")
+            recv_req.session_params = None
+            return Routed(tag or TurnTag.of(params.id), None)
+        session = sessions.get(params.id)
+        if not session.streaming:
+            return None
+        self.sweep()
+        last = next(iter(session.req_nodes.values())).req if session.req_nodes else None
+        if last is not None and last.kvc is not None:
+            raise Refused("session-busy", f"a turn of session {params.id!r} has not finished")
+        return Routed(tag if tag is not None and tag.session == params.id else TurnTag.of(params.id), session)
+
+    def _arrive(self, routed: Routed, req: Req, identity: str) -> Any:
+        after = 0
+        if routed.opened is not None:
+            # The streaming API appends to what this session's last turn left: no need to compare it again.
+            held = self.engine.history_len(routed.tag.session)
+            if held == getattr(routed.opened, "kvc_len", 0) and held < len(req.origin_input_ids):
+                after = held
+        tokens = req.origin_input_ids[after:] if after else req.origin_input_ids
+        return self.engine.arrive(routed.tag, identity, after, tokens, req.sampling_params.max_new_tokens)
+
+    def _refuse(self, recv_req: TokenizedGenerateReqInput, refused: Refused) -> None:
+        reason = FINISH_ABORT(str(refused), HTTPStatus(refused.status), refused.code).to_json()
+        self.scheduler.send_to_tokenizer.send_output(AbortReq(finished_reason=reason, rid=recv_req.rid), recv_req)
+
+
+class Routed:
+    """A request's session, between `route` and `arrive`."""
+
+    __slots__ = ("_last", "_nodes", "opened", "tag")
+
+    def __init__(self, tag: TurnTag, opened: Session | None) -> None:
+        self.tag = tag
+        self.opened = opened
+        self._nodes = None if opened is None else dict(opened.req_nodes)
+        self._last = next(iter(self._nodes.values())).req if self._nodes else None
+
+    def restore(self) -> None:
+        """The opened session appends to its last turn again, as if the refused one had never come."""
+        if self.opened is not None:
+            self.opened.req_nodes = self._nodes
+            if self._last is not None:
+                self._last.session = self.opened

@@ -1,0 +1,194 @@
+//! One session turn, from arrival to its end.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
+use kvc_proto::{
+    id::{PrefixHandle, TurnId},
+    worker::{Matched, Rollback},
+};
+use pyo3::{prelude::*, types::PyList};
+
+use crate::{
+    engine::{tokens_of, units},
+    error::guarded,
+    frees::{Frees, frees},
+    memory,
+};
+
+/// A turn that arrived. Dropping it cancels the turn: a request that vanishes with all its references must not leave its
+/// session busy.
+#[pyclass(frozen, module = "kvc._native")]
+pub(crate) struct Turn {
+    engine: Arc<kvc_engine_ext::Engine>,
+    id: TurnId,
+    over: AtomicBool,
+}
+
+impl Turn {
+    pub(crate) fn new(engine: Arc<kvc_engine_ext::Engine>, id: TurnId) -> Self {
+        Self {
+            engine,
+            id,
+            over: AtomicBool::new(false),
+        }
+    }
+}
+
+#[pymethods]
+impl Turn {
+    /// Its number in the load snapshot.
+    #[getter]
+    fn id(&self) -> u64 {
+        self.id.0
+    }
+
+    /// (tokens restored, of these shared, prefix handle), or `None`: match the engine's own tree. Changes nothing.
+    #[pyo3(name = "match")]
+    fn matched(&self, py: Python<'_>, limit: usize) -> PyResult<Option<(u32, u32, u64)>> {
+        let matched = guarded(py, || {
+            self.engine
+                .scheduler(|worker, _| worker.match_turn(self.id, units(limit)))
+        })?;
+        Ok(match matched {
+            Matched::Tree => None,
+            Matched::Session { tokens, shared, prefix } => Some((tokens, shared, prefix.0)),
+        })
+    }
+
+    /// Writes the slots of the first `len` restored tokens to an int64 tensor.
+    fn slots_into(&self, py: Python<'_>, address: usize, len: usize) -> PyResult<()> {
+        memory::write((address, len), |out| {
+            guarded(py, || {
+                self.engine.scheduler(|worker, _| worker.slots_into(self.id, out))
+            })
+        })?
+    }
+
+    /// The engine has locked a match of this many tokens; nests.
+    fn claim(&self, py: Python<'_>, tokens: usize) -> PyResult<()> {
+        guarded(py, || {
+            self.engine.scheduler(|worker, _| worker.claim(self.id, units(tokens)))
+        })
+    }
+
+    /// The engine has unlocked it.
+    fn unclaim(&self, py: Python<'_>) -> PyResult<()> {
+        guarded(py, || self.engine.scheduler(|worker, _| worker.unclaim(self.id)))
+    }
+
+    /// The engine is about to allocate.
+    fn begin(&self, py: Python<'_>) -> PyResult<Option<Frees>> {
+        let given = guarded(py, || {
+            py.detach(|| self.engine.scheduler(|worker, now| worker.begin(self.id, now)))
+        })?;
+        Ok(frees(py, given))
+    }
+
+    /// KV of the first `readable` tokens is written; the row is an int32 tensor of slots from token 0.
+    fn progress(&self, py: Python<'_>, readable: usize, address: usize, len: usize) -> PyResult<()> {
+        memory::read((address, len), |row| {
+            guarded(py, || {
+                py.detach(|| {
+                    self.engine
+                        .scheduler(|worker, now| worker.progress(self.id, units(readable), row, now));
+                });
+            })
+        })?
+    }
+
+    /// How many tokens belong in the engine's tree.
+    fn share_len(&self, py: Python<'_>) -> PyResult<usize> {
+        guarded(py, || {
+            self.engine.scheduler(|worker, _| worker.share_len(self.id) as usize)
+        })
+    }
+
+    /// The first `shared` tokens lie in the engine's tree under `prefix` now.
+    fn adopt(&self, py: Python<'_>, shared: usize, prefix: u64, address: usize, len: usize) -> PyResult<Option<Frees>> {
+        let given = memory::read((address, len), |row| {
+            guarded(py, || {
+                py.detach(|| {
+                    self.engine
+                        .scheduler(|worker, now| worker.adopt(self.id, units(shared), PrefixHandle(prefix), row, now))
+                })
+            })
+        })??;
+        Ok(frees(py, given))
+    }
+
+    /// The turn succeeded; `output` are the generated tokens. The turn is over.
+    fn commit(
+        &self,
+        py: Python<'_>,
+        committed: usize,
+        output: &Bound<'_, PyList>,
+        address: usize,
+        len: usize,
+    ) -> PyResult<Option<Frees>> {
+        let output = tokens_of(output, "output_ids")?;
+        self.over.store(true, Ordering::Relaxed);
+        let given = memory::read((address, len), |row| {
+            guarded(py, || {
+                py.detach(|| {
+                    self.engine
+                        .scheduler(|worker, now| worker.commit(self.id, units(committed), &output, row, now))
+                })
+            })
+        })??;
+        Ok(frees(py, given))
+    }
+
+    /// A begun turn ends without a result after `end` tokens were allocated. It is over unless it is a retract.
+    fn rollback(
+        &self,
+        py: Python<'_>,
+        end: usize,
+        address: usize,
+        len: usize,
+        retract: bool,
+    ) -> PyResult<Option<Frees>> {
+        let how = if retract { Rollback::Retract } else { Rollback::Abort };
+        self.over.store(!retract, Ordering::Relaxed);
+        let given = memory::read((address, len), |row| {
+            guarded(py, || {
+                py.detach(|| {
+                    self.engine
+                        .scheduler(|worker, now| worker.rollback(self.id, units(end), row, how, now))
+                })
+            })
+        })??;
+        Ok(frees(py, given))
+    }
+
+    /// Last resort while nothing runs: the waiting turn's own session goes.
+    fn unwedge(&self, py: Python<'_>) -> PyResult<Option<Frees>> {
+        let given = guarded(py, || {
+            py.detach(|| self.engine.scheduler(|worker, now| worker.unwedge(self.id, now)))
+        })?;
+        Ok(frees(py, given))
+    }
+
+    /// The request left the queue before it began. The turn is over.
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        if self.over.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        guarded(py, || {
+            py.detach(|| self.engine.scheduler(|worker, now| worker.cancel(self.id, now)))
+        })
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if !*self.over.get_mut() {
+            // A destructor has nobody to report to.
+            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                self.engine.scheduler(|worker, now| worker.cancel(self.id, now));
+            }));
+        }
+    }
+}
