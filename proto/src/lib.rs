@@ -4,9 +4,13 @@
 //! [`worker::Worker`], the router drives [`routing`] and [`policy`], and simulations drive the same machines.
 #![forbid(unsafe_code)]
 
+pub mod admission;
+pub mod block;
 pub mod id;
 pub mod policy;
 pub mod routing;
+pub mod session;
 pub mod time;
+pub mod transfer;
 pub mod wire;
 pub mod worker;

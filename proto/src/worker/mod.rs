@@ -1,206 +1,200 @@
 //! The worker's state machine: sessions, admission, leases and imports of one engine process.
 //!
-//! Two callers. The *engine's scheduler thread* (through the shim) calls the methods of [`engine`-side] sections; the
-//! module's own threads (listener, peer server, transfer engine) call the rest. `engine-ext` holds the machine behind
-//! one short lock, drains [`Effect`]s after every call and carries them out **before** it returns to the caller; that is
-//! what makes revoke → fence → free hold (XFER-2): pages in [`Frees`] reach the engine only after the fences.
+//! Two callers. The *engine's scheduler thread* (through the shim) calls `turns`, `room` and `poll`; the module's own
+//! threads (listener, peer server, transfer engine) call `grants`, `imports`, `leases` and `views`. `engine-ext` holds
+//! the machine behind one short lock, drains [`Effect`]s after every call and carries them out **before** it returns to
+//! the caller; that is what makes revoke → fence → free hold (XFER-2): pages in [`Frees`] reach the engine only after
+//! the fences.
 //!
 //! What the engine can see (`evictable`, `held`) changes only in engine-side calls (OWN-2): its memory checks read the
 //! two numbers one after the other.
 
 pub mod api;
+mod change;
+pub mod counters;
+mod grants;
+mod imports;
+mod leases;
+mod poll;
+mod room;
+mod turns;
+mod views;
 
 pub use api::*;
-pub mod counters;
-
 pub use counters::Counters;
 
-use std::{collections::VecDeque, sync::Arc};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use crate::{
-    id::{ImportId, Incarnation, LeaseId, PrefixHandle, RouterId, SessionId, TurnId},
+    admission::{Ledger, Reservations},
+    block::Quarantine,
+    id::{ImportId, Incarnation, LeaseId, PrefixHandle, ReservationId, TurnId},
+    session::{Key, Sessions, Turn, evict::EvictOrder},
     time::Now,
-    wire::{
-        admit::{AdmitAnswer, AdmitRequest, ImportRequest, LoadReport, ReleaseAnswer, ReleaseRequest, ReleasedKv},
-        info::{SessionList, SessionView, TransferList},
-        reason::{Reason, Refusal},
-    },
+    transfer::{Import, Leases},
+    wire::reason::{Reason, Refusal},
 };
 
-/// See the module.
+/// One engine process's sessions. See the module; the engine-side calls are in the order of a turn's life.
 #[derive(Debug)]
 pub struct Worker {
     config: WorkerConfig,
     incarnation: Incarnation,
+    draining: bool,
+
+    sessions: Sessions,
+    turns: HashMap<TurnId, Turn>,
+    order: EvictOrder,
+    ledger: Ledger,
+    reservations: Reservations,
+    leases: Leases,
+    imports: HashMap<ImportId, Import>,
+
+    /// Own tokens the engine may take from copies; the sum of the sessions' marks.
+    evictable: u32,
+    /// Own tokens of copies that an import extends; the sum of the sessions' marks.
+    pinned: u32,
+    /// Tokens of landing pages, those of dead imports included until the engine has them back.
+    landing: u32,
+    quarantine: Quarantine,
+    /// Handles that nobody needs any more; they go with the next poll.
+    forgotten: Vec<PrefixHandle>,
+    dropped: Vec<Dropped>,
+    /// Imports that the next poll moves on.
+    ready: VecDeque<ImportId>,
+    /// Sessions whose pages the ledger's snapshot does not know yet.
+    fresh: BTreeSet<Key>,
+
+    /// Polls so far.
+    polls: u64,
+    /// Uses so far: the order of last use.
+    uses: u64,
+    next_turn: u64,
+    next_import: u64,
+    load: Load,
+    timers: BTreeSet<(Now, Timer)>,
     effects: VecDeque<Effect>,
     counters: Counters,
-    draining: bool,
 }
 
-/// Signatures first: the bodies land with the next commits.
-#[expect(unused_variables, reason = "signatures are published before their bodies")]
-#[allow(missing_docs)]
+/// An import that died after its pages were allocated, or while the engine was allocating them.
+#[derive(Debug)]
+struct Dropped {
+    /// Its session: the older copy is free again.
+    session: Key,
+    /// Its pages and the node locked for it, if the engine has answered.
+    landing: Option<(Vec<Slot>, PrefixHandle)>,
+}
+
+/// The engine's numbers at the last poll.
+#[derive(Clone, Copy, Debug, Default)]
+struct Load {
+    running: u32,
+    waiting: u32,
+    pending_prefill_tokens: u64,
+}
+
+/// What a point in time is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    Reservation(ReservationId),
+    Import(ImportId),
+    Lease(LeaseId),
+}
+
 impl Worker {
+    /// A worker that holds nothing.
     pub fn new(config: WorkerConfig, incarnation: Incarnation) -> Worker {
+        // Numbers of an earlier process at this address must not be those of this one (F16); below 2^53 they stay
+        // exact in every JSON reader.
+        let first = (incarnation.0 & ((1 << 29) - 1)) << 23 | 1;
+        let ledger = Ledger::new(config.capacity, config.rho_permille);
         Worker {
             config,
             incarnation,
+            draining: false,
+            sessions: Sessions::default(),
+            turns: HashMap::new(),
+            order: EvictOrder::default(),
+            ledger,
+            reservations: Reservations::new(first),
+            leases: Leases::new(first),
+            imports: HashMap::new(),
+            evictable: 0,
+            pinned: 0,
+            landing: 0,
+            quarantine: Quarantine::default(),
+            forgotten: Vec::new(),
+            dropped: Vec::new(),
+            ready: VecDeque::new(),
+            fresh: BTreeSet::new(),
+            polls: 1,
+            uses: 0,
+            next_turn: 1,
+            next_import: 1,
+            load: Load::default(),
+            timers: BTreeSet::new(),
             effects: VecDeque::new(),
             counters: Counters::default(),
-            draining: false,
         }
     }
+
+    /// Work for the module's threads, oldest first.
     pub fn poll_effect(&mut self) -> Option<Effect> {
         self.effects.pop_front()
     }
+
+    /// When [`Worker::handle_timeout`] is due.
     pub fn poll_timeout(&self) -> Option<Now> {
-        None
-    }
-    pub fn handle_timeout(&mut self, now: Now) {}
-
-    // Engine side.
-    pub fn arrive(&mut self, arrival: Arrival, now: Now) -> Result<TurnId, Refusal> {
-        Err(Refusal::new(Reason::Draining, "not built yet"))
-    }
-    pub fn match_turn(&self, turn: TurnId, limit: u32) -> Matched {
-        Matched::Tree
-    }
-    pub fn slots_into(&self, turn: TurnId, out: &mut [i64]) {}
-    pub fn claim(&mut self, turn: TurnId, tokens: u32) {}
-    pub fn unclaim(&mut self, turn: TurnId) {}
-    pub fn begin(&mut self, turn: TurnId, now: Now) -> Frees {
-        Frees::default()
-    }
-    pub fn progress(&mut self, turn: TurnId, readable: u32, row: &[i32], now: Now) {}
-    pub fn adopt(&mut self, turn: TurnId, shared: u32, prefix: PrefixHandle, row: &[i32], now: Now) -> Frees {
-        Frees::default()
-    }
-    pub fn share_len(&self, turn: TurnId) -> u32 {
-        0
-    }
-    pub fn commit(&mut self, turn: TurnId, committed: u32, output: &[Token], row: &[i32], now: Now) -> Frees {
-        Frees::default()
-    }
-    pub fn rollback(&mut self, turn: TurnId, end: u32, row: &[i32], how: Rollback, now: Now) -> Frees {
-        Frees::default()
-    }
-    pub fn cancel(&mut self, turn: TurnId, now: Now) {}
-    pub fn evictable(&self) -> u32 {
-        0
-    }
-    pub fn held(&self) -> u32 {
-        0
-    }
-    pub fn idle_prefixes(&self) -> impl Iterator<Item = PrefixHandle> {
-        std::iter::empty()
-    }
-    pub fn victim(&mut self, now: Now) -> Option<Victim> {
-        None
-    }
-    pub fn unwedge(&mut self, turn: TurnId, now: Now) -> Frees {
-        Frees::default()
-    }
-    pub fn poll(&mut self, snapshot: &Snapshot, now: Now) -> Vec<Command> {
-        Vec::new()
-    }
-    pub fn landed(
-        &mut self,
-        import: ImportId,
-        have: u32,
-        prefix: PrefixHandle,
-        head: &[i64],
-        slots: &[i64],
-        now: Now,
-    ) -> Frees {
-        Frees::default()
-    }
-    pub fn land_failed(&mut self, import: ImportId, now: Now) {}
-    pub fn import_shared(
-        &mut self,
-        import: ImportId,
-        shared: u32,
-        prefix: PrefixHandle,
-        new_head: &[i64],
-        now: Now,
-    ) -> Frees {
-        Frees::default()
-    }
-    pub fn import_committed(&mut self, import: ImportId, now: Now) {}
-    pub fn flush(&mut self, now: Now) {}
-    pub fn close(&mut self, session: &SessionId, now: Now) -> bool {
-        false
-    }
-    pub fn history_len(&self, session: &SessionId) -> u32 {
-        0
+        self.timers.first().map(|(at, _)| *at)
     }
 
-    // Service side.
-    pub fn admit(&mut self, request: &AdmitRequest, now: Now) -> AdmitAnswer {
-        AdmitAnswer {
-            can_admit: false,
-            mode: None,
-            reason: Some(Reason::Draining),
-            reservation: None,
-            deadline_ms: None,
-            resident_tokens: 0,
-            epoch: None,
-            incarnation: self.incarnation,
-            load: self.load(Some(request.key.router)),
+    /// Ends what has lasted too long: reservations (ADM-10), leases (XFER-2), imports (XFER-7).
+    pub fn handle_timeout(&mut self, now: Now) {
+        while let Some(&(at, timer)) = self.timers.first()
+            && at <= now
+        {
+            self.timers.remove(&(at, timer));
+            match timer {
+                Timer::Reservation(id) => {
+                    self.counters.lapses += 1;
+                    self.give_up(id, Reason::DeadlineExceeded, now);
+                }
+                Timer::Import(id) => {
+                    let why = Refusal::new(Reason::DeadlineExceeded, "the import's deadline has passed");
+                    self.drop_import(id, why, now);
+                }
+                Timer::Lease(id) => {
+                    self.counters.leases_expired += 1;
+                    self.revoke(id);
+                }
+            }
         }
     }
-    pub fn release(&mut self, session: &SessionId, request: &ReleaseRequest, now: Now) -> ReleaseAnswer {
-        ReleaseAnswer {
-            released: false,
-            kv: ReleasedKv::Kept,
-        }
-    }
-    pub fn import(&mut self, session: &SessionId, request: &ImportRequest, now: Now) -> Result<ImportId, Refusal> {
-        Err(Refusal::new(Reason::UnknownReservation, "not built yet"))
-    }
-    pub fn lease_granted(&mut self, import: ImportId, identity: Identity, tokens: Arc<[Token]>, share: u32, now: Now) {}
-    pub fn pull_progress(&mut self, import: ImportId, pulled: u32, now: Now) {}
-    pub fn pulled(&mut self, import: ImportId, now: Now) {}
-    pub fn confirmed(&mut self, import: ImportId, now: Now) {}
-    pub fn import_failed(&mut self, import: ImportId, why: Refusal, now: Now) {}
-    pub fn cancel_import(&mut self, import: ImportId, why: Refusal, now: Now) {}
-    pub fn lease(&mut self, request: &LeaseRequest, now: Now) -> Result<LeaseAnswer, Refusal> {
-        Err(Refusal::new(Reason::UnknownSession, "not built yet"))
-    }
-    pub fn lease_view(&self, lease: LeaseId, from: u32) -> Result<LeaseView, Refusal> {
-        Err(Refusal::new(Reason::LeaseUnknown, "not built yet"))
-    }
-    pub fn renew(&mut self, lease: LeaseId, now: Now) -> Result<(), Refusal> {
-        Err(Refusal::new(Reason::LeaseUnknown, "not built yet"))
-    }
-    pub fn confirm(&mut self, lease: LeaseId, now: Now) -> Result<(), Refusal> {
-        Err(Refusal::new(Reason::LeaseUnknown, "not built yet"))
-    }
-    pub fn end_lease(&mut self, lease: LeaseId, now: Now) {}
-    pub fn load(&self, router: Option<RouterId>) -> LoadReport {
-        LoadReport::default()
-    }
-    pub fn session(&self, session: &SessionId, now: Now) -> Option<SessionView> {
-        None
-    }
-    pub fn sessions(&self, after: Option<&SessionId>, limit: usize, now: Now) -> SessionList {
-        SessionList {
-            sessions: Vec::new(),
-            total: 0,
-        }
-    }
-    pub fn transfers(&self, now: Now) -> TransferList {
-        TransferList::default()
-    }
+
+    /// What it counts.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
-    pub fn set_draining(&mut self, draining: bool) {
-        self.draining = draining;
-    }
+
+    /// Its numbers.
     pub fn config(&self) -> &WorkerConfig {
         &self.config
     }
+
+    /// This process.
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
+    }
+
+    /// ADM-12.
+    pub fn set_draining(&mut self, draining: bool) {
+        self.draining = draining;
+    }
+
+    /// A refusal, counted.
+    fn refusal(&mut self, code: Reason, message: impl Into<String>) -> Refusal {
+        self.counters.refused(code);
+        Refusal::new(code, message)
     }
 }

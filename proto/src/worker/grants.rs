@@ -1,0 +1,200 @@
+//! Service side: admission (ADM-1..12, 14) and release. Every answer is O(log sessions) and looks at one session.
+
+use crate::{
+    admission::{Charge, Question, Reservation, decide},
+    id::{ReservationId, SessionId},
+    session::{Key, SessionState},
+    time::Now,
+    wire::{
+        admit::{AdmitAnswer, AdmitRequest, Mode, ReleaseAnswer, ReleaseRequest, ReleasedKv, Via},
+        reason::{Reason, Refusal},
+    },
+};
+
+use super::{Timer, Worker, change::is_stale};
+
+impl Worker {
+    /// May this turn run here? The answer waits for nothing (ADM-11). A grant is idempotent by its request key; a
+    /// refusal changes nothing and is not remembered (ADM-10).
+    pub fn admit(&mut self, request: &AdmitRequest, now: Now) -> AdmitAnswer {
+        let fine = request.input_tokens > 0 && request.append_tokens <= request.input_tokens;
+        let verdict = if fine {
+            self.grant(request, now)
+        } else {
+            Err(Reason::BadRequest)
+        };
+        let session = self.sessions.by_id(&request.session_id);
+        let (granted, reason) = match verdict {
+            Ok(id) => (self.reservations.get(id).map(|r| (id, r)), None),
+            Err(reason) => {
+                self.counters.refused(reason);
+                (None, Some(reason))
+            }
+        };
+        let deadline_ms = granted.map(|(_, r)| {
+            let left = r.deadline.map_or(self.config.reservation, |d| d.since(now));
+            u32::try_from(left.as_millis()).unwrap_or(u32::MAX)
+        });
+        AdmitAnswer {
+            can_admit: granted.is_some(),
+            mode: granted.map(|(_, r)| r.mode),
+            reason,
+            reservation: granted.map(|(id, _)| id),
+            deadline_ms,
+            resident_tokens: session.map_or(0, |s| s.resident()),
+            epoch: session.and_then(|s| s.epoch()),
+            incarnation: self.incarnation,
+            load: self.load(Some(request.key.router)),
+        }
+    }
+
+    /// The client went away, or the session is no longer wanted. The request stays over: an admit that arrives later is
+    /// refused `released` (ADM-10).
+    pub fn release(&mut self, session: &SessionId, request: &ReleaseRequest, now: Now) -> ReleaseAnswer {
+        let key = self.sessions.find(session);
+        let held = key.and_then(|k| match self.sessions[k].state {
+            SessionState::Admitted(id) | SessionState::Importing(_, id) => Some(id),
+            SessionState::Idle | SessionState::Waiting(_) | SessionState::Running(_) => None,
+        });
+        let asked = match request.request {
+            Some(asked) => {
+                let id = self.reservations.of_request(&asked);
+                self.reservations.bury(asked);
+                held.filter(|h| id == Some(*h))
+            }
+            None => held,
+        };
+        let released = asked.is_some_and(|id| self.reservations.get(id).is_some());
+        if let Some(id) = asked {
+            self.give_up(id, Reason::Cancelled, now);
+        }
+        let kv = match key {
+            Some(k) if request.drop_kv && self.sessions.get(k).is_some() => {
+                if self.close(session, now) {
+                    ReleasedKv::Deferred
+                } else {
+                    ReleasedKv::Dropped
+                }
+            }
+            Some(_) if request.drop_kv => ReleasedKv::Dropped,
+            _ => ReleasedKv::Kept,
+        };
+        ReleaseAnswer { released, kv }
+    }
+
+    /// Ends a grant whose turn has not arrived: its import is over, the session idle and uncharged.
+    pub(super) fn give_up(&mut self, id: ReservationId, why: Reason, now: Now) {
+        let Some(key) = self.reservations.get(id).map(|r| r.session) else {
+            return;
+        };
+        if let Some(SessionState::Importing(import, _)) = self.sessions.get(key).map(|s| s.state) {
+            self.drop_import(import, Refusal::new(why, "the reservation is over"), now);
+        }
+        self.end_reservation(id);
+        let Some(session) = self.sessions.get_mut(key) else {
+            return;
+        };
+        if session.state == SessionState::Admitted(id) {
+            session.state = SessionState::Idle;
+        }
+        self.refresh(key);
+    }
+
+    fn grant(&mut self, request: &AdmitRequest, now: Now) -> Result<ReservationId, Reason> {
+        if request.incarnation.is_some_and(|i| i != self.incarnation) {
+            return Err(Reason::StaleIncarnation);
+        }
+        self.reservations.seen(request.key.router, request.key.request);
+        let found = self.sessions.find(&request.session_id);
+        if let Some(id) = self.reservations.of_request(&request.key) {
+            let same = self.reservations.get(id).is_some_and(|r| Some(r.session) == found);
+            return if same { Ok(id) } else { Err(Reason::BadRequest) };
+        }
+        if self.reservations.is_over(&request.key) {
+            return Err(Reason::Released);
+        }
+        if self.draining {
+            return Err(Reason::Draining);
+        }
+        let held = found.and_then(|k| self.sessions[k].placement);
+        if let (Some(held), Some(got)) = (held, request.placement)
+            && is_stale(held, got)
+        {
+            return Err(Reason::StaleEpoch);
+        }
+        let superseded = self.superseded(found, request)?;
+        let growth = request.max_new_tokens.unwrap_or(self.config.clip).min(self.config.clip);
+        let session = found.map(|k| &self.sessions[k]);
+        let resident = session.map(|s| s.resident()).filter(|n| *n > 0);
+        let question = Question {
+            resident,
+            unreclaimed: session.map_or(0, |s| s.marks.reclaimable),
+            input: request.input_tokens,
+            append: request.append_tokens,
+            growth,
+            first: request.turn == 0,
+            via_prefill: request.via == Some(Via::Prefill),
+        };
+        // A lost answer's grant goes whether or not the new probe is granted: its router has given it up.
+        if let Some(id) = superseded {
+            self.give_up(id, Reason::Cancelled, now);
+        }
+        let question = Question {
+            unreclaimed: found
+                .and_then(|k| self.sessions.get(k))
+                .map_or(0, |s| s.marks.reclaimable),
+            ..question
+        };
+        let verdict = decide(question, &self.ledger, &self.config)?;
+        Ok(self.reserve(request, verdict.mode, verdict.need, growth, now))
+    }
+
+    fn reserve(&mut self, request: &AdmitRequest, mode: Mode, need: u32, growth: u32, now: Now) -> ReservationId {
+        let session = self.sessions.find_or_insert(&request.session_id, now);
+        let charge = Charge {
+            reserved: need,
+            ..Charge::default()
+        };
+        self.ledger.open(charge);
+        let deadline = now + self.config.reservation;
+        let id = self.reservations.insert(Reservation {
+            session,
+            key: Some(request.key),
+            mode,
+            growth,
+            charge,
+            deadline: Some(deadline),
+            turn: None,
+        });
+        self.timers.insert((deadline, Timer::Reservation(id)));
+        self.touch(session, now);
+        let record = &mut self.sessions[session];
+        record.state = SessionState::Admitted(id);
+        record.placement = request.placement.or(record.placement);
+        self.refresh(session);
+        self.counters.admitted(mode);
+        id
+    }
+
+    /// ADM-8: one turn at a time. A later attempt of the same request takes the place of an earlier one whose answer
+    /// the router has not seen.
+    fn superseded(&self, found: Option<Key>, request: &AdmitRequest) -> Result<Option<ReservationId>, Reason> {
+        let Some(key) = found else { return Ok(None) };
+        match self.sessions[key].state {
+            SessionState::Idle => Ok(None),
+            SessionState::Waiting(_) | SessionState::Running(_) => Err(Reason::SessionBusy),
+            SessionState::Admitted(id) | SessionState::Importing(_, id) => {
+                let earlier = self.reservations.get(id).and_then(|r| r.key).is_some_and(|k| {
+                    k.router == request.key.router
+                        && k.request == request.key.request
+                        && k.attempt < request.key.attempt
+                });
+                if earlier {
+                    Ok(Some(id))
+                } else {
+                    Err(Reason::SessionBusy)
+                }
+            }
+        }
+    }
+}
