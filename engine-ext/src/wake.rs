@@ -44,15 +44,16 @@ impl Wake {
 
     /// Makes it unreadable; called by the engine's loop when it has woken, before it polls.
     pub(crate) fn clear(&self) {
-        self.pending.store(false, Ordering::Release);
         let mut sink = [0; 16];
         loop {
             match (&self.engine).read(&mut sink) {
                 Ok(n) if n > 0 => {}
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                _ => return,
+                _ => break,
             }
         }
+        // Last: a wake in between leaves no byte, and the poll that follows sees its work.
+        self.pending.store(false, Ordering::Release);
     }
 }
 
