@@ -52,7 +52,11 @@ fn bench(rounds: usize) -> Result<(), Box<dyn Error>> {
     report("bare echo", &mut bare);
     report("/admit_direct_append", &mut asked);
     let at = |times: &[Duration], q: f64| times[(times.len() as f64 * q) as usize].as_secs_f64();
-    println!("p50 ratio {:.2}  p99 ratio {:.2}", at(&asked, 0.5) / at(&bare, 0.5), at(&asked, 0.99) / at(&bare, 0.99));
+    println!(
+        "p50 ratio {:.2}  p99 ratio {:.2}",
+        at(&asked, 0.5) / at(&bare, 0.5),
+        at(&asked, 0.99) / at(&bare, 0.99)
+    );
     Ok(())
 }
 
@@ -84,7 +88,10 @@ fn question(round: u64) -> Vec<u8> {
 }
 
 fn spawn(part: &str) -> Result<(Child, u16), Box<dyn Error>> {
-    let mut child = Command::new(env::current_exe()?).arg(part).stdout(Stdio::piped()).spawn()?;
+    let mut child = Command::new(env::current_exe()?)
+        .arg(part)
+        .stdout(Stdio::piped())
+        .spawn()?;
     let mut line = String::new();
     BufReader::new(child.stdout.take().ok_or("no output")?).read_line(&mut line)?;
     Ok((child, line.trim().parse()?))

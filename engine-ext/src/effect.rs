@@ -144,6 +144,9 @@ mod tests {
             fences.announce(Fence::Import(ImportId(i)));
         }
         fences.settle(|fence| order.lock().unwrap().push(fence));
-        assert_eq!(*order.lock().unwrap(), (0..3).map(|i| Fence::Import(ImportId(i))).collect::<Vec<_>>());
+        assert_eq!(
+            *order.lock().unwrap(),
+            (0..3).map(|i| Fence::Import(ImportId(i))).collect::<Vec<_>>()
+        );
     }
 }

@@ -77,8 +77,17 @@ impl Metrics {
             Unit::Seconds,
             import_seconds.clone(),
         );
-        registry.register_with_unit("import", "KV bytes moved by an import", Unit::Bytes, import_bytes.clone());
-        registry.register("import_failures", "Imports that did not commit, by reason", import_failures.clone());
+        registry.register_with_unit(
+            "import",
+            "KV bytes moved by an import",
+            Unit::Bytes,
+            import_bytes.clone(),
+        );
+        registry.register(
+            "import_failures",
+            "Imports that did not commit, by reason",
+            import_failures.clone(),
+        );
         Self {
             registry,
             admission,
@@ -101,7 +110,9 @@ impl Metrics {
         self.import_seconds.observe(took.as_secs_f64());
         self.import_bytes.observe(bytes as f64);
         if let Some(reason) = failure {
-            self.import_failures.get_or_create(&vec![("reason", reason.as_str())]).inc();
+            self.import_failures
+                .get_or_create(&vec![("reason", reason.as_str())])
+                .inc();
         }
     }
 
@@ -137,13 +148,29 @@ impl Collector for Scrape {
         )?;
         let totals: &[(&str, &str, u64)] = &[
             ("turns", "Turns that reached the scheduler", c.turns),
-            ("turns_afresh", "Turns that arrived without a live reservation", c.afresh),
-            ("estimates_wrong", "Turns whose need differed from what was reserved", c.estimates_wrong),
+            (
+                "turns_afresh",
+                "Turns that arrived without a live reservation",
+                c.afresh,
+            ),
+            (
+                "estimates_wrong",
+                "Turns whose need differed from what was reserved",
+                c.estimates_wrong,
+            ),
             ("commits", "Turns that ended with a result", c.commits),
             ("prompt_tokens", "Prompt tokens of begun turns", c.prompt_tokens),
-            ("restored_tokens", "Prompt tokens restored from the session", c.restored_tokens),
+            (
+                "restored_tokens",
+                "Prompt tokens restored from the session",
+                c.restored_tokens,
+            ),
             ("rewinds", "Histories that were cut", c.rewinds),
-            ("retracts", "Turns that the engine took its memory back from", c.retracts),
+            (
+                "retracts",
+                "Turns that the engine took its memory back from",
+                c.retracts,
+            ),
             ("aborts", "Begun turns without a result", c.aborts),
             ("cancels", "Turns that left the queue before they began", c.cancels),
             ("evictions", "Idle sessions that gave up their KV", c.evictions),
@@ -153,7 +180,11 @@ impl Collector for Scrape {
             ("reservations_lapsed", "Reservations without a sign of life", c.lapses),
             ("imports", "Imports asked for", c.imports),
             ("imports_committed", "Imports that committed", c.imports_committed),
-            ("imported_tokens", "Tokens pulled by committed imports", c.imported_tokens),
+            (
+                "imported_tokens",
+                "Tokens pulled by committed imports",
+                c.imported_tokens,
+            ),
             ("leases", "Leases granted to peers", c.leases),
             ("leases_revoked", "Leases ended by force", c.revocations),
             ("leases_expired", "Leases that nobody renewed", c.leases_expired),
@@ -166,11 +197,31 @@ impl Collector for Scrape {
         let gauges: &[(&str, &str, u64)] = &[
             ("used_tokens", "The ledger's used tokens", self.load.used),
             ("capacity_tokens", "Tokens of the engine's pool", self.load.capacity),
-            ("held_tokens", "Landing, retired and quarantined pages in tokens", self.held.into()),
-            ("evictable_tokens", "Tokens that idle sessions would give up", self.evictable.into()),
-            ("running_requests", "Running requests of the engine", self.load.running.into()),
-            ("waiting_requests", "Waiting requests of the engine", self.load.waiting.into()),
-            ("pending_prefill_tokens", "Prompt tokens that wait", self.load.pending_prefill_tokens),
+            (
+                "held_tokens",
+                "Landing, retired and quarantined pages in tokens",
+                self.held.into(),
+            ),
+            (
+                "evictable_tokens",
+                "Tokens that idle sessions would give up",
+                self.evictable.into(),
+            ),
+            (
+                "running_requests",
+                "Running requests of the engine",
+                self.load.running.into(),
+            ),
+            (
+                "waiting_requests",
+                "Waiting requests of the engine",
+                self.load.waiting.into(),
+            ),
+            (
+                "pending_prefill_tokens",
+                "Prompt tokens that wait",
+                self.load.pending_prefill_tokens,
+            ),
             ("sessions", "Sessions known", self.sessions),
             ("imports_running", "Running imports", self.imports as u64),
             ("leases_live", "Live leases", self.leases as u64),

@@ -16,7 +16,10 @@ use kvc_proto::{
     wire::{admit::LoadReport, info::WorkerInfo},
     worker::{Command, Snapshot, Worker},
 };
-use kvc_rdma::{Mover, MoverError, tcp::{TcpConfig, TcpMover}};
+use kvc_rdma::{
+    Mover, MoverError,
+    tcp::{TcpConfig, TcpMover},
+};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::{
@@ -95,7 +98,9 @@ impl Engine {
     pub fn start(config: Config, facts: EngineFacts) -> Result<Self, StartError> {
         let mover = TcpMover::start(TcpConfig {
             bind: config.data_listen,
-            advertise: config.advertise.map(|ip| SocketAddr::new(ip, config.data_listen.port())),
+            advertise: config
+                .advertise
+                .map(|ip| SocketAddr::new(ip, config.data_listen.port())),
             streams: config.streams,
             ..TcpConfig::default()
         })?;
@@ -197,6 +202,12 @@ impl Engine {
         self.shared.wake.clear();
     }
 
+    /// Whether [`Engine::wake_fd`] is readable.
+    #[cfg(feature = "harness")]
+    pub(crate) fn woken(&self) -> bool {
+        self.shared.wake.is_set()
+    }
+
     /// Random id of this process.
     pub fn incarnation(&self) -> Incarnation {
         self.shared.incarnation
@@ -231,7 +242,9 @@ impl Engine {
         };
         running.listener.stop(deadline / 2);
         self.shared.imports.fence_all();
-        running.runtime.shutdown_timeout(until.saturating_duration_since(Instant::now()));
+        running
+            .runtime
+            .shutdown_timeout(until.saturating_duration_since(Instant::now()));
         // Once more: a task may have started a read while the runtime was ending.
         self.shared.imports.fence_all();
         self.shared.exports.fence_all(self.shared.mover.as_ref());
@@ -334,10 +347,18 @@ fn check(facts: &EngineFacts) -> Result<(), StartError> {
     let shape = facts.layout.shape();
     let field = |field, got: u64, limit: String| Err(StartError::Facts { field, got, limit });
     if facts.capacity == 0 || facts.capacity > facts.layout.slots() {
-        return field("capacity", facts.capacity.into(), format!("1 to {} slots", facts.layout.slots()));
+        return field(
+            "capacity",
+            facts.capacity.into(),
+            format!("1 to {} slots", facts.layout.slots()),
+        );
     }
-    if facts.capacity % shape.page_tokens != 0 {
-        return field("capacity", facts.capacity.into(), format!("whole pages of {}", shape.page_tokens));
+    if !facts.capacity.is_multiple_of(shape.page_tokens) {
+        return field(
+            "capacity",
+            facts.capacity.into(),
+            format!("whole pages of {}", shape.page_tokens),
+        );
     }
     if shape.tp.1 != 1 {
         // ADM-13 is not built: ranks would decide differently.

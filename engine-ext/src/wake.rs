@@ -42,6 +42,12 @@ impl Wake {
         }
     }
 
+    /// Whether it has been set since the last [`Wake::clear`].
+    #[cfg(feature = "harness")]
+    pub(crate) fn is_set(&self) -> bool {
+        self.pending.load(Ordering::Acquire)
+    }
+
     /// Makes it unreadable; called by the engine's loop when it has woken, before it polls.
     pub(crate) fn clear(&self) {
         let mut sink = [0; 16];

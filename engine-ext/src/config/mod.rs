@@ -99,11 +99,18 @@ impl Config {
             tls: source.tls()?,
             role: source.choice(
                 keys::ROLE,
-                &[("prefill", Role::Prefill), ("decode", Role::Decode), ("both", Role::Both)],
+                &[
+                    ("prefill", Role::Prefill),
+                    ("decode", Role::Decode),
+                    ("both", Role::Both),
+                ],
             )?,
             max_uncached_tokens: source.number(keys::MAX_UNCACHED_TOKENS, 1, 1 << 30)?,
             rho_permille: source.permille(keys::RHO)?,
-            rule: source.choice(keys::RULE, &[("growth", CapacityRule::Growth), ("paper", CapacityRule::Paper)])?,
+            rule: source.choice(
+                keys::RULE,
+                &[("growth", CapacityRule::Growth), ("paper", CapacityRule::Paper)],
+            )?,
             clip: source.number(keys::CLIP, 1, 1 << 30)?,
             reservation: source.millis(keys::RESERVATION_MS, 100, 3_600_000)?,
             lease: source.millis(keys::LEASE_MS, 100, 600_000)?,

@@ -27,8 +27,10 @@ impl Source {
         flags: &[(String, String)],
         environment: impl IntoIterator<Item = (String, String)>,
     ) -> Result<Self, ConfigError> {
-        let environment: BTreeMap<String, String> =
-            environment.into_iter().filter(|(name, _)| name.starts_with(PREFIX)).collect();
+        let environment: BTreeMap<String, String> = environment
+            .into_iter()
+            .filter(|(name, _)| name.starts_with(PREFIX))
+            .collect();
         let mut source = Self(BTreeMap::new());
         for key in KEYS {
             if let Some(default) = key.default {
@@ -82,7 +84,12 @@ impl Source {
                 toml::Value::Integer(n) => n.to_string(),
                 toml::Value::Float(x) => x.to_string(),
                 toml::Value::Boolean(b) => b.to_string(),
-                other => return Err(fault(format!("{name} is a {}: give a text, number or boolean", other.type_str()))),
+                other => {
+                    return Err(fault(format!(
+                        "{name} is a {}: give a text, number or boolean",
+                        other.type_str()
+                    )));
+                }
             };
             self.0.insert(key, (text, from.clone()));
         }
@@ -162,7 +169,9 @@ impl Source {
 
     pub(super) fn choice<T: Copy>(&self, key: &'static str, all: &[(&str, T)]) -> Result<T, ConfigError> {
         let names: Vec<_> = all.iter().map(|(name, _)| *name).collect();
-        self.parse(key, names.join(" or "), |t| all.iter().find(|(name, _)| *name == t).map(|(_, v)| *v))
+        self.parse(key, names.join(" or "), |t| {
+            all.iter().find(|(name, _)| *name == t).map(|(_, v)| *v)
+        })
     }
 
     pub(super) fn secret(&self, key: &'static str) -> Result<Option<Secret>, ConfigError> {
@@ -172,7 +181,11 @@ impl Source {
             Some(secret) => Ok(Some(secret)),
             None => Err(self.bad_file(
                 key,
-                format!("holds {} bytes: put {} random bytes or more there", trimmed.len(), Secret::MIN),
+                format!(
+                    "holds {} bytes: put {} random bytes or more there",
+                    trimmed.len(),
+                    Secret::MIN
+                ),
             )),
         }
     }
@@ -194,7 +207,10 @@ impl Source {
             cert: self.pem(keys::TLS_CERT)?,
             key: self.pem(keys::TLS_KEY)?,
             ca: self.pem(keys::TLS_CA)?,
-            name: self.text(keys::TLS_NAME).map(|(t, _)| t.trim().to_owned()).filter(|t| !t.is_empty()),
+            name: self
+                .text(keys::TLS_NAME)
+                .map(|(t, _)| t.trim().to_owned())
+                .filter(|t| !t.is_empty()),
         }))
     }
 
@@ -211,7 +227,9 @@ impl Source {
             return Ok(None);
         }
         let path = self.text(key).map(|(t, _)| t.trim()).unwrap_or_default();
-        fs::read(path).map(Some).map_err(|e| self.bad_file(key, format!("{e}: give a readable file")))
+        fs::read(path)
+            .map(Some)
+            .map_err(|e| self.bad_file(key, format!("{e}: give a readable file")))
     }
 
     fn bad_file(&self, field: &'static str, fault: String) -> ConfigError {

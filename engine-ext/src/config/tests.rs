@@ -48,7 +48,12 @@ fn flags_win_over_environment_over_file() {
     let file = folder.file("kvc.toml", "clip = 1\nstreams = 3\nrho = 0.5\n[tls]\nname = \"\"\n");
     let c = load(
         &[("config", &file), ("clip", "7")],
-        &[("KVC_CLIP", "5"), ("KVC_STREAMS", "4"), ("OTHER", "x"), ("KVC_NOT_OURS", "y")],
+        &[
+            ("KVC_CLIP", "5"),
+            ("KVC_STREAMS", "4"),
+            ("OTHER", "x"),
+            ("KVC_NOT_OURS", "y"),
+        ],
     )
     .unwrap();
     assert_eq!((c.clip, c.streams, c.rho_permille), (7, 4, 500));
@@ -58,7 +63,10 @@ fn flags_win_over_environment_over_file() {
 
 #[test]
 fn a_dash_in_a_flag_is_an_underscore() {
-    assert_eq!(load(&[("max-uncached-tokens", "9")], &[]).unwrap().max_uncached_tokens, 9);
+    assert_eq!(
+        load(&[("max-uncached-tokens", "9")], &[]).unwrap().max_uncached_tokens,
+        9
+    );
 }
 
 #[test]
@@ -67,29 +75,60 @@ fn each_mistake_is_one_line_with_field_and_fix() {
     let short = folder.file("short", "abc\n");
     let broken = folder.file("broken.toml", "clip = = 3\n");
     let stray = folder.file("stray.toml", "clips = 3\n");
-    let table: &[(&[(&str, &str)], &[(&str, &str)], &[&str])] = &[
-        (&[("listen", "localhost")], &[], &["listen (flag listen)", "\"localhost\"", "ip:port"]),
+    type Pairs<'a> = &'a [(&'a str, &'a str)];
+    let table: &[(Pairs<'_>, Pairs<'_>, &[&str])] = &[
+        (
+            &[("listen", "localhost")],
+            &[],
+            &["listen (flag listen)", "\"localhost\"", "ip:port"],
+        ),
         (&[], &[("KVC_CLIP", "0")], &["clip (environment KVC_CLIP)", "from 1 to"]),
         (&[("rho", "1.5")], &[], &["rho", "0.05 to 1"]),
         (&[("rho", "NaN")], &[], &["rho", "0.05 to 1"]),
         (&[("rule", "both")], &[], &["rule", "growth or paper"]),
         (&[("role", "router")], &[], &["role", "prefill or decode or both"]),
         (&[("evict_idle", "yes")], &[], &["evict_idle", "true or false"]),
-        (&[("reservation_ms", "-1")], &[], &["reservation_ms", "milliseconds from 100"]),
+        (
+            &[("reservation_ms", "-1")],
+            &[],
+            &["reservation_ms", "milliseconds from 100"],
+        ),
         (&[("session_cap", "0")], &[], &["session_cap", "from 1 to"]),
-        (&[("nonsense", "1")], &[], &["nonsense (flag nonsense) is no setting", "max_uncached_tokens"]),
-        (&[("lease_ms", "9000"), ("lease_max_ms", "1000")], &[], &["lease_max_ms", "below lease_ms", "raise it"]),
-        (&[("secret_file", "/does/not/exist")], &[], &["secret_file", "/does/not/exist", "readable file"]),
-        (&[("secret_file", &short)], &[], &["secret_file", "holds 3 bytes", "16 random bytes"]),
+        (
+            &[("nonsense", "1")],
+            &[],
+            &["nonsense (flag nonsense) is no setting", "max_uncached_tokens"],
+        ),
+        (
+            &[("lease_ms", "9000"), ("lease_max_ms", "1000")],
+            &[],
+            &["lease_max_ms", "below lease_ms", "raise it"],
+        ),
+        (
+            &[("secret_file", "/does/not/exist")],
+            &[],
+            &["secret_file", "/does/not/exist", "readable file"],
+        ),
+        (
+            &[("secret_file", &short)],
+            &[],
+            &["secret_file", "holds 3 bytes", "16 random bytes"],
+        ),
         (&[("tls.cert", &short)], &[], &["tls.key", "missing", "together"]),
-        (&[("tls_cert", &short), ("tls_key", &short), ("tls_ca", &short)], &[], &["tls.cert", "no PEM block"]),
+        (
+            &[("tls_cert", &short), ("tls_key", &short), ("tls_ca", &short)],
+            &[],
+            &["tls.cert", "no PEM block"],
+        ),
         (&[("config", "/does/not/exist")], &[], &["config", "readable TOML file"]),
         (&[("config", &broken)], &[], &["config", "broken.toml"]),
         (&[("config", &stray)], &[], &["clips (file", "is no setting"]),
         (&[("advertise", "0.0.0.0")], &[], &["advertise", "IP address"]),
     ];
     for (flags, environment, parts) in table {
-        let text = load(flags, environment).expect_err(&format!("{flags:?} {environment:?}")).to_string();
+        let text = load(flags, environment)
+            .expect_err(&format!("{flags:?} {environment:?}"))
+            .to_string();
         assert!(!text.contains('\n'), "{text}");
         for part in *parts {
             assert!(text.contains(part), "{text:?} lacks {part:?}");
@@ -106,7 +145,9 @@ fn beyond_loopback_needs_credentials() {
         let text = load(&[(key, "192.0.2.1:0")], &[]).unwrap_err().to_string();
         assert!(text.contains(key) && text.contains("secret_file"), "{text}");
         assert!(load(&[(key, "192.0.2.1:0"), ("secret_file", &secret)], &[]).is_ok());
-        let any = load(&[(key, "0.0.0.0:0"), ("secret_file", &secret)], &[]).unwrap_err().to_string();
+        let any = load(&[(key, "0.0.0.0:0"), ("secret_file", &secret)], &[])
+            .unwrap_err()
+            .to_string();
         assert!(any.contains("advertise"), "{any}");
     }
 }

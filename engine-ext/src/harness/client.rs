@@ -86,7 +86,10 @@ impl Client {
             if let Some((name, value)) = line.split_once(':')
                 && name.eq_ignore_ascii_case("content-length")
             {
-                length = value.trim().parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
+                length = value
+                    .trim()
+                    .parse()
+                    .map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
             }
         }
         let mut body = vec![0; length];

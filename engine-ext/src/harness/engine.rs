@@ -201,7 +201,9 @@ impl TestEngine {
             }
             Matched::Tree => {
                 turn.tree = true;
-                let found = self.tree.find(&turn.identity, &turn.prompt[..limit as usize], self.page);
+                let found = self
+                    .tree
+                    .find(&turn.identity, &turn.prompt[..limit as usize], self.page);
                 let (handle, slots) = found.unwrap_or((PrefixHandle::ROOT, Vec::new()));
                 turn.locked = handle;
                 turn.reused = slots.len() as u32;
@@ -225,7 +227,8 @@ impl TestEngine {
         }
         let tokens = turn.prompt[..upto].to_vec();
         self.extend(turn, &tokens);
-        self.engine.scheduler(|w, now| w.progress(turn.id, upto as u32, &turn.row, now));
+        self.engine
+            .scheduler(|w, now| w.progress(turn.id, upto as u32, &turn.row, now));
     }
 
     /// Prefills what is left, generates `output`, commits.
@@ -240,7 +243,9 @@ impl TestEngine {
         all.extend(&output[..output.len().saturating_sub(1)]);
         self.extend(&mut turn, &all);
         let committed = all.len() as u32;
-        let frees = self.engine.scheduler(|w, now| w.commit(turn.id, committed, output, &turn.row, now));
+        let frees = self
+            .engine
+            .scheduler(|w, now| w.commit(turn.id, committed, output, &turn.row, now));
         self.end(&turn, frees);
     }
 
@@ -251,7 +256,9 @@ impl TestEngine {
             return;
         }
         let end = turn.row.len() as u32;
-        let frees = self.engine.scheduler(|w, now| w.rollback(turn.id, end, &turn.row, Rollback::Abort, now));
+        let frees = self
+            .engine
+            .scheduler(|w, now| w.rollback(turn.id, end, &turn.row, Rollback::Abort, now));
         if turn.tree {
             // Until it is adopted the row past the tree's part is the engine's own to free.
             let page = self.page;
@@ -276,7 +283,28 @@ impl TestEngine {
 
     /// The bytes that a begun turn's row holds, per position.
     pub fn bytes(&self, turn: &TestTurn) -> Vec<Vec<u8>> {
-        turn.row.iter().map(|slot| self.arena.read_token(*slot as u32)).collect()
+        turn.row
+            .iter()
+            .map(|slot| self.arena.read_token(*slot as u32))
+            .collect()
+    }
+
+    /// The slot of one position of a begun turn.
+    pub fn slot(&self, turn: &TestTurn, at: usize) -> Slot {
+        turn.row[at] as Slot
+    }
+
+    /// Whether the loop has been woken since its last step.
+    pub fn woken(&self) -> bool {
+        self.engine.woken()
+    }
+
+    /// The engine's `/flush_cache`: idle, so every page is free afterwards.
+    pub fn flush(&mut self) {
+        self.engine.scheduler(|w, now| w.flush(now));
+        self.tree = Tree::default();
+        self.landing.clear();
+        self.free = (1..=self.pages).rev().collect();
     }
 
     /// Drops every session and prefix; afterwards every page is free, or something leaked.
@@ -316,7 +344,10 @@ impl TestEngine {
     }
 
     fn land(&mut self, import: ImportId, tokens: Arc<[Token]>, held: u32, identity: String) {
-        let (locked, head) = self.tree.find(&identity, &tokens, self.page).unwrap_or((PrefixHandle::ROOT, Vec::new()));
+        let (locked, head) = self
+            .tree
+            .find(&identity, &tokens, self.page)
+            .unwrap_or((PrefixHandle::ROOT, Vec::new()));
         self.tree.lock(locked);
         let have = head.len() as u32;
         let from = have.max(held);
@@ -328,9 +359,14 @@ impl TestEngine {
         }
         let page = self.page;
         let taken: Vec<u32> = (0..pages).filter_map(|_| self.free.pop()).collect();
-        let slots: Vec<i64> = taken.iter().flat_map(|p| (0..page).map(move |i| i64::from(p * page + i))).collect();
+        let slots: Vec<i64> = taken
+            .iter()
+            .flat_map(|p| (0..page).map(move |i| i64::from(p * page + i)))
+            .collect();
         let wide: Vec<i64> = head.iter().map(|s| i64::from(*s)).collect();
-        let frees = self.engine.scheduler(|w, now| w.landed(import, have, locked, &wide, &slots, now));
+        let frees = self
+            .engine
+            .scheduler(|w, now| w.landed(import, have, locked, &wide, &slots, now));
         if frees.prefixes.contains(&locked) || frees.slots.len() as u32 == pages && pages > 0 {
             self.tree.unlock(locked);
             self.take(frees);
@@ -355,9 +391,12 @@ impl TestEngine {
         let share = share as usize / self.page as usize * self.page as usize;
         if share > 0 && share <= landing.known.len() {
             let (handle, head) =
-                self.tree.insert(&landing.identity, &landing.tokens[..share], &landing.known, self.page);
+                self.tree
+                    .insert(&landing.identity, &landing.tokens[..share], &landing.known, self.page);
             let head: Vec<i64> = head.iter().map(|s| i64::from(*s)).collect();
-            let frees = self.engine.scheduler(|w, now| w.import_shared(import, share as u32, handle, &head, now));
+            let frees = self
+                .engine
+                .scheduler(|w, now| w.import_shared(import, share as u32, handle, &head, now));
             self.take(frees);
         }
         self.engine.scheduler(|w, now| w.import_committed(import, now));
@@ -378,7 +417,9 @@ impl TestEngine {
             handle
         };
         self.tree.lock(handle);
-        let frees = self.engine.scheduler(|w, now| w.adopt(turn.id, shared, handle, &turn.row, now));
+        let frees = self
+            .engine
+            .scheduler(|w, now| w.adopt(turn.id, shared, handle, &turn.row, now));
         self.take(frees);
         self.tree.unlock(turn.locked);
         turn.locked = handle;
@@ -394,14 +435,15 @@ impl TestEngine {
     /// Allocates and writes the KV of `tokens` past the row's end.
     fn extend(&mut self, turn: &mut TestTurn, tokens: &[Token]) {
         for at in turn.row.len()..tokens.len() {
-            let slot = if at as u32 % self.page == 0 {
+            let slot = if (at as u32).is_multiple_of(self.page) {
                 assert!(self.room(1), "the pool is full");
                 self.free.pop().expect("a page") * self.page
             } else {
                 turn.row[at - 1] as u32 + 1
             };
             turn.row.push(slot as i32);
-            self.arena.write_token(slot, &kv_of(&tokens[..=at], self.arena.layout().token_bytes()));
+            self.arena
+                .write_token(slot, &kv_of(&tokens[..=at], self.arena.layout().token_bytes()));
         }
         if let Some(tokens) = self.running.get_mut(&turn.id) {
             *tokens = turn.row.len() as u32 - turn.reused;
@@ -416,7 +458,9 @@ impl TestEngine {
                 self.release(freed.into_iter());
                 continue;
             }
-            let Some(victim) = self.engine.scheduler(|w, now| w.victim(now)) else { return false };
+            let Some(victim) = self.engine.scheduler(|w, now| w.victim(now)) else {
+                return false;
+            };
             self.take(victim.frees);
         }
         true
@@ -445,7 +489,9 @@ pub fn true_kv(tokens: &[Token], bytes: u64) -> Vec<Vec<u8>> {
 fn kv_of(tokens: &[Token], bytes: u64) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     for token in tokens {
-        state = (state ^ u64::from(*token)).wrapping_mul(0xff51_afd7_ed55_8ccd).rotate_left(31);
+        state = (state ^ u64::from(*token))
+            .wrapping_mul(0xff51_afd7_ed55_8ccd)
+            .rotate_left(31);
     }
     (0..bytes)
         .map(|i| {

@@ -26,14 +26,24 @@ struct Entry {
 impl Tree {
     /// The longest whole-page prefix of `tokens`: its handle and slots.
     pub(super) fn find(&self, identity: &str, tokens: &[Token], page: u32) -> Option<(PrefixHandle, Vec<Slot>)> {
-        let best = self.entries.iter().filter(|(_, e)| e.identity == identity).max_by_key(|(_, e)| common(&e.tokens, tokens))?;
+        let best = self
+            .entries
+            .iter()
+            .filter(|(_, e)| e.identity == identity)
+            .max_by_key(|(_, e)| common(&e.tokens, tokens))?;
         let len = common(&best.1.tokens, tokens) / page as usize * page as usize;
         (len > 0).then(|| (*best.0, best.1.slots[..len].to_vec()))
     }
 
     /// Takes `tokens` (whole pages) in; where they are known already the known slots win. The pages of the others become
     /// the tree's.
-    pub(super) fn insert(&mut self, identity: &str, tokens: &[Token], slots: &[Slot], page: u32) -> (PrefixHandle, Vec<Slot>) {
+    pub(super) fn insert(
+        &mut self,
+        identity: &str,
+        tokens: &[Token],
+        slots: &[Slot],
+        page: u32,
+    ) -> (PrefixHandle, Vec<Slot>) {
         let mut own = slots[..tokens.len()].to_vec();
         if let Some((_, known)) = self.find(identity, tokens, page) {
             own[..known.len()].copy_from_slice(&known);
@@ -67,7 +77,11 @@ impl Tree {
 
     /// Drops one unlocked prefix that is not among `guarded`; the pages that nobody else names come back.
     pub(super) fn evict(&mut self, guarded: &[PrefixHandle], page: u32) -> Option<Vec<u32>> {
-        let handle = *self.entries.iter().find(|(h, e)| e.locks == 0 && !guarded.contains(h))?.0;
+        let handle = *self
+            .entries
+            .iter()
+            .find(|(h, e)| e.locks == 0 && !guarded.contains(h))?
+            .0;
         let entry = self.entries.remove(&handle)?;
         let mut free = Vec::new();
         for slot in entry.slots.iter().step_by(page as usize) {

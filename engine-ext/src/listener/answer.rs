@@ -18,18 +18,16 @@ pub(super) fn refusal(refusal: &Refusal) -> Response<Body> {
 
 /// An error answer whose HTTP status says more than the reason's: 404, 405, 408, 413.
 pub(super) fn with_status(status: StatusCode, refusal: &Refusal) -> Response<Body> {
-    with(
-        status,
-        &ErrorBody {
-            error: refusal.clone(),
-        },
-    )
+    with(status, &ErrorBody { error: refusal.clone() })
 }
 
 fn with(status: StatusCode, value: &impl Serialize) -> Response<Body> {
     let body = serde_json::to_vec(value).unwrap_or_default();
     let mut response = Response::new(Body::from(body));
     *response.status_mut() = status;
-    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+    response.headers_mut().insert(
+        header::CONTENT_TYPE,
+        header::HeaderValue::from_static("application/json"),
+    );
     response
 }

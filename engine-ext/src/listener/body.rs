@@ -11,8 +11,8 @@ use kvc_proto::wire::{
 };
 use serde::de::DeserializeOwned;
 
-/// From the first header byte's answer to the body's last byte.
-const READ: Duration = Duration::from_secs(10);
+/// From the head to the body's last byte.
+const READ: Duration = Duration::from_secs(5);
 
 /// The largest count of tokens a request may name.
 const TOKENS_MAX: u32 = 1 << 30;
@@ -33,7 +33,10 @@ pub(super) async fn json<T: DeserializeOwned>(body: Body, limit: usize) -> Resul
 pub(super) fn checked(question: &AdmitRequest) -> Result<(), Refusal> {
     let q = question;
     if q.input_tokens == 0 || q.input_tokens > TOKENS_MAX {
-        return Err(bad(format!("input_tokens is {}, allowed is 1 to {TOKENS_MAX}", q.input_tokens)));
+        return Err(bad(format!(
+            "input_tokens is {}, allowed is 1 to {TOKENS_MAX}",
+            q.input_tokens
+        )));
     }
     if q.append_tokens > q.input_tokens {
         return Err(bad(format!(
@@ -42,7 +45,9 @@ pub(super) fn checked(question: &AdmitRequest) -> Result<(), Refusal> {
         )));
     }
     if let Some(max_new) = q.max_new_tokens.filter(|n| *n > TOKENS_MAX) {
-        return Err(bad(format!("max_new_tokens is {max_new}, at most {TOKENS_MAX} is allowed")));
+        return Err(bad(format!(
+            "max_new_tokens is {max_new}, at most {TOKENS_MAX} is allowed"
+        )));
     }
     Ok(())
 }

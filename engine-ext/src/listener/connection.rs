@@ -58,4 +58,3 @@ async fn admit(shared: &Shared, request: Request<Incoming>) -> Response<Body> {
     shared.metrics.admission_took(began.elapsed());
     response
 }
-

@@ -6,6 +6,7 @@ use axum::{
     Router,
     body::Body,
     extract::{Path, RawQuery, State},
+    response::IntoResponse,
     routing::{get, post},
 };
 use hyper::{Response, StatusCode, header};
@@ -45,7 +46,22 @@ pub(super) fn router(shared: Arc<Shared>) -> Router {
         .with_state(shared)
 }
 
-type Answer = Result<Response<Body>, Response<Body>>;
+type Answer = Result<Response<Body>, Refused>;
+
+/// A refusal on its way to the client.
+struct Refused(Refusal);
+
+impl From<Refusal> for Refused {
+    fn from(refusal: Refusal) -> Self {
+        Self(refusal)
+    }
+}
+
+impl IntoResponse for Refused {
+    fn into_response(self) -> Response<Body> {
+        answer::refusal(&self.0)
+    }
+}
 
 async fn healthz() -> &'static str {
     "ok\n"
@@ -73,7 +89,7 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> Answer {
         shared.metrics.page(scrape)
     });
     let Ok(Ok(page)) = page.await else {
-        return Err(answer::refusal(&Refusal::new(Reason::Internal, "the metrics cannot be shown")));
+        return Err(Refusal::new(Reason::Internal, "the metrics cannot be shown").into());
     };
     let mut response = Response::new(Body::from(page));
     let text = header::HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
@@ -83,25 +99,38 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> Answer {
 
 async fn sessions(State(shared): State<Arc<Shared>>, RawQuery(query): RawQuery) -> Answer {
     let (mut after, mut limit) = (None, PAGE);
-    for pair in query.as_deref().unwrap_or_default().split('&').filter(|pair| !pair.is_empty()) {
+    for pair in query
+        .as_deref()
+        .unwrap_or_default()
+        .split('&')
+        .filter(|pair| !pair.is_empty())
+    {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
         match name {
             "after" => after = Some(decoded(value)?),
-            "limit" => limit = value.parse().ok().filter(|n| (1..=PAGE_MAX).contains(n)).ok_or_else(|| limit_of(value))?,
+            "limit" => {
+                limit = value
+                    .parse()
+                    .ok()
+                    .filter(|n| (1..=PAGE_MAX).contains(n))
+                    .ok_or_else(|| limit_of(value))?
+            }
             other => {
                 let other: String = other.chars().take(64).collect();
-                return Err(refuse(&body::bad(format!("{other:?} is no parameter: after and limit are"))));
+                return Err(body::bad(format!("{other:?} is no parameter: after and limit are")).into());
             }
         }
     }
-    Ok(answer::json(&shared.call(|worker, now| worker.sessions(after.as_ref(), limit, now))))
+    Ok(answer::json(
+        &shared.call(|worker, now| worker.sessions(after.as_ref(), limit, now)),
+    ))
 }
 
 async fn session(State(shared): State<Arc<Shared>>, Path(id): Path<String>) -> Answer {
     let id = named(&id)?;
     match shared.call(|worker, now| worker.session(&id, now)) {
         Some(view) => Ok(answer::json(&view)),
-        None => Err(refuse(&Refusal::new(Reason::UnknownSession, format!("session {id} is not known here")))),
+        None => Err(Refusal::new(Reason::UnknownSession, format!("session {id} is not known here")).into()),
     }
 }
 
@@ -111,15 +140,17 @@ async fn transfers(State(shared): State<Arc<Shared>>) -> Response<Body> {
 
 async fn release(State(shared): State<Arc<Shared>>, Path(id): Path<String>, body: Body) -> Answer {
     let id = named(&id)?;
-    let request: ReleaseRequest = body::json(body, BODY_MAX).await.map_err(|e| refuse(&e))?;
-    Ok(answer::json(&shared.call(|worker, now| worker.release(&id, &request, now))))
+    let request: ReleaseRequest = body::json(body, BODY_MAX).await?;
+    Ok(answer::json(
+        &shared.call(|worker, now| worker.release(&id, &request, now)),
+    ))
 }
 
 /// Answers when the import is over. A client that goes away meanwhile cancels it (F14).
 async fn import(State(shared): State<Arc<Shared>>, Path(id): Path<String>, body: Body) -> Answer {
     let id = named(&id)?;
-    let request: ImportRequest = body::json(body, BODY_MAX).await.map_err(|e| refuse(&e))?;
-    body::checked_import(&request).map_err(|e| refuse(&e))?;
+    let request: ImportRequest = body::json(body, BODY_MAX).await?;
+    body::checked_import(&request)?;
     let limit = Duration::from_millis(request.deadline_ms.into()).min(shared.config.import_deadline);
     let deadline = Instant::now() + limit;
     let begun = shared.call(|worker, now| {
@@ -127,9 +158,15 @@ async fn import(State(shared): State<Arc<Shared>>, Path(id): Path<String>, body:
         // In the same step: no effect of this import can come before its entry.
         Ok::<_, Refusal>((import, shared.imports.register(import)))
     });
-    let (import, registered) = begun.map_err(|e| refuse(&e))?;
+    let (import, registered) = begun?;
     let mut guard = CancelOnDrop(Some((shared.clone(), import)));
-    shared.runtime.spawn(import::run(shared.clone(), import, registered.control, registered.steps, deadline));
+    shared.runtime.spawn(import::run(
+        shared.clone(),
+        import,
+        registered.control,
+        registered.steps,
+        deadline,
+    ));
     let outcome = match tokio::time::timeout_at(deadline, registered.answer).await {
         Ok(Ok(outcome)) => {
             guard.0 = None;
@@ -145,7 +182,7 @@ async fn import(State(shared): State<Arc<Shared>>, Path(id): Path<String>, body:
             Err(why)
         }
     };
-    outcome.map(|done| answer::json(&done)).map_err(|e| refuse(&e))
+    Ok(answer::json(&outcome?))
 }
 
 /// Cancels its import unless disarmed: hyper drops the handler when the client closes the connection.
@@ -175,12 +212,12 @@ async fn wrong_method() -> Response<Body> {
     answer::with_status(StatusCode::METHOD_NOT_ALLOWED, &why)
 }
 
-fn named(id: &str) -> Result<SessionId, Response<Body>> {
-    SessionId::new(id).map_err(|e| refuse(&body::bad(e.to_string())))
+fn named(id: &str) -> Result<SessionId, Refusal> {
+    SessionId::new(id).map_err(|e| body::bad(e.to_string()))
 }
 
 /// A query value: percent encoding and `+` undone.
-fn decoded(value: &str) -> Result<SessionId, Response<Body>> {
+fn decoded(value: &str) -> Result<SessionId, Refusal> {
     let mut bytes = Vec::with_capacity(value.len());
     let mut rest = value.bytes();
     while let Some(byte) = rest.next() {
@@ -190,21 +227,17 @@ fn decoded(value: &str) -> Result<SessionId, Response<Body>> {
                 let digit = |b: Option<u8>| b.and_then(|b| char::from(b).to_digit(16));
                 match (digit(rest.next()), digit(rest.next())) {
                     (Some(high), Some(low)) => (high * 16 + low) as u8,
-                    _ => return Err(refuse(&body::bad("after is not percent-encoded".into()))),
+                    _ => return Err(body::bad("after is not percent-encoded".into())),
                 }
             }
             other => other,
         });
     }
-    let text = String::from_utf8(bytes).map_err(|_| refuse(&body::bad("after is no UTF-8".into())))?;
+    let text = String::from_utf8(bytes).map_err(|_| body::bad("after is no UTF-8".into()))?;
     named(&text)
 }
 
-fn limit_of(value: &str) -> Response<Body> {
+fn limit_of(value: &str) -> Refusal {
     let value: String = value.chars().take(64).collect();
-    refuse(&body::bad(format!("limit is {value:?}, allowed is 1 to {PAGE_MAX}")))
-}
-
-fn refuse(refusal: &Refusal) -> Response<Body> {
-    answer::refusal(refusal)
+    body::bad(format!("limit is {value:?}, allowed is 1 to {PAGE_MAX}"))
 }

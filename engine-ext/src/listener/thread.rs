@@ -62,7 +62,9 @@ async fn accept(shared: Arc<Shared>, listener: TcpListener) {
     let router = routes::router(shared.clone());
     let slots = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
-        let Ok(slot) = slots.clone().acquire_owned().await else { return };
+        let Ok(slot) = slots.clone().acquire_owned().await else {
+            return;
+        };
         match listener.accept().await {
             Ok((stream, _)) => {
                 // An answer is one small segment: it must not wait for an acknowledgement.

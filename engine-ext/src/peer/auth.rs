@@ -30,12 +30,15 @@ impl Transcript {
     /// The proof of `side`. Without a secret (loopback, or mTLS alone) the key is empty and the proof shows nothing, but
     /// a side that has one refuses a side that has none.
     pub(super) fn prove(&self, side: Side, secret: Option<&Secret>) -> Vec<u8> {
-        self.mac(side, secret).map(|mac| mac.finalize().into_bytes().to_vec()).unwrap_or_default()
+        self.mac(side, secret)
+            .map(|mac| mac.finalize().into_bytes().to_vec())
+            .unwrap_or_default()
     }
 
     /// Compares in constant time.
     pub(super) fn verify(&self, side: Side, secret: Option<&Secret>, proof: &[u8]) -> bool {
-        self.mac(side, secret).is_some_and(|mac| mac.verify_slice(proof).is_ok())
+        self.mac(side, secret)
+            .is_some_and(|mac| mac.verify_slice(proof).is_ok())
     }
 
     fn mac(&self, side: Side, secret: Option<&Secret>) -> Option<Hmac<Sha256>> {
@@ -90,9 +93,18 @@ mod tests {
         assert!(!SAID.verify(Side::Client, own.as_ref(), &proof));
         for other in [
             Transcript { protocol: 2, ..SAID },
-            Transcript { client: [3; 32], ..SAID },
-            Transcript { server: [3; 32], ..SAID },
-            Transcript { incarnation: Incarnation(8), ..SAID },
+            Transcript {
+                client: [3; 32],
+                ..SAID
+            },
+            Transcript {
+                server: [3; 32],
+                ..SAID
+            },
+            Transcript {
+                incarnation: Incarnation(8),
+                ..SAID
+            },
         ] {
             assert!(!other.verify(Side::Server, own.as_ref(), &proof));
         }

@@ -85,7 +85,11 @@ impl Peers {
         if let Some(peer) = self.lock().get(&key) {
             return Ok(peer.clone());
         }
-        let greeted = timeout_at(deadline.min(Instant::now() + CALL), self.greet(shared, address, incarnation)).await;
+        let greeted = timeout_at(
+            deadline.min(Instant::now() + CALL),
+            self.greet(shared, address, incarnation),
+        )
+        .await;
         let peer = Arc::new(greeted.map_err(|_| late(address, "handshake"))??);
         let mut kept = self.lock();
         if kept.len() >= KEPT {
@@ -97,7 +101,8 @@ impl Peers {
 
     /// The connection has shown to be of no use.
     pub(crate) fn forget(&self, address: &str, peer: &Arc<Peer>) {
-        self.lock().retain(|(kept, _), p| kept != address || !Arc::ptr_eq(p, peer));
+        self.lock()
+            .retain(|(kept, _), p| kept != address || !Arc::ptr_eq(p, peer));
     }
 
     async fn greet(&self, shared: &Shared, address: &str, incarnation: Incarnation) -> Result<Peer, Refusal> {
@@ -123,7 +128,11 @@ impl Peers {
             layout: shared.pool.layout().fingerprint(),
             version: env!("CARGO_PKG_VERSION").into(),
         };
-        let reply = client.hello(hello).await.map_err(|s| refusal(address, &s))?.into_inner();
+        let reply = client
+            .hello(hello)
+            .await
+            .map_err(|s| refusal(address, &s))?
+            .into_inner();
         Ok(Peer {
             client,
             bearer: MetadataValue::from_bytes(&reply.token),
@@ -154,8 +163,14 @@ impl Peer {
             wait_ms: millis(wait),
         };
         let mut client = self.client.clone();
-        let reply = self.within(deadline, "lease", client.lease(self.signed(request))).await?;
-        let token: [u8; 32] = reply.token.as_slice().try_into().map_err(|_| self.broke("lease token"))?;
+        let reply = self
+            .within(deadline, "lease", client.lease(self.signed(request)))
+            .await?;
+        let token: [u8; 32] = reply
+            .token
+            .as_slice()
+            .try_into()
+            .map_err(|_| self.broke("lease token"))?;
         let epoch = Epoch {
             placement: Placement {
                 n: reply.placement,
@@ -163,7 +178,10 @@ impl Peer {
             },
             rewind: reply.rewind,
         };
-        if reply.lives_ms == 0 || reply.share as usize > reply.tokens.len() || reply.readable as usize > reply.tokens.len() {
+        if reply.lives_ms == 0
+            || reply.share as usize > reply.tokens.len()
+            || reply.readable as usize > reply.tokens.len()
+        {
             return Err(self.broke("lease"));
         }
         Ok(Granted {
@@ -217,7 +235,9 @@ impl Peer {
     pub(crate) async fn renew(&self, lease: Lease, within: Duration) -> Result<(), Refusal> {
         let mut client = self.client.clone();
         let name = wire::LeaseName { lease: lease.id.0 };
-        self.within(Instant::now() + within, "renew", client.renew(self.signed(name))).await.map(|_| ())
+        self.within(Instant::now() + within, "renew", client.renew(self.signed(name)))
+            .await
+            .map(|_| ())
     }
 
     /// Whether the lease was valid throughout (XFER-3).
@@ -225,14 +245,19 @@ impl Peer {
         let mut client = self.client.clone();
         let name = wire::LeaseName { lease: lease.id.0 };
         let until = deadline.min(Instant::now() + CALL);
-        self.within(until, "confirm", client.confirm(self.signed(name))).await.map(|_| ())
+        self.within(until, "confirm", client.confirm(self.signed(name)))
+            .await
+            .map(|_| ())
     }
 
     /// Nobody waits for the outcome: a lost message costs the lease's remaining life.
     pub(crate) async fn end(&self, lease: Lease) {
         let mut client = self.client.clone();
         let name = wire::LeaseName { lease: lease.id.0 };
-        if let Err(why) = self.within(Instant::now() + END, "end", client.end(self.signed(name))).await {
+        if let Err(why) = self
+            .within(Instant::now() + END, "end", client.end(self.signed(name)))
+            .await
+        {
             tracing::debug!(lease = %lease.id, reason = %why.code, "lease not ended at the peer");
         }
     }
@@ -257,26 +282,32 @@ impl Peer {
     }
 
     fn broke(&self, what: &str) -> Refusal {
-        Refusal::new(Reason::ProtocolMismatch, format!("peer {}: {what} is malformed", self.address))
+        Refusal::new(
+            Reason::ProtocolMismatch,
+            format!("peer {}: {what} is malformed", self.address),
+        )
     }
 }
 
 /// The server proves first: no word about ourselves goes to a stranger.
-async fn challenge(
-    shared: &Shared,
-    client: &mut PeerClient<Channel>,
-    address: &str,
-) -> Result<Transcript, Refusal> {
+async fn challenge(shared: &Shared, client: &mut PeerClient<Channel>, address: &str) -> Result<Transcript, Refusal> {
     let own = auth::random().ok_or_else(|| Refusal::new(Reason::Internal, "no random bytes"))?;
     let request = wire::ChallengeRequest {
         protocol: PROTOCOL,
         nonce: own.to_vec(),
     };
-    let reply = client.challenge(request).await.map_err(|s| refusal(address, &s))?.into_inner();
+    let reply = client
+        .challenge(request)
+        .await
+        .map_err(|s| refusal(address, &s))?
+        .into_inner();
     if reply.protocol != PROTOCOL {
         return Err(Refusal::new(
             Reason::ProtocolMismatch,
-            format!("peer {address} speaks protocol {}, this worker {PROTOCOL}", reply.protocol),
+            format!(
+                "peer {address} speaks protocol {}, this worker {PROTOCOL}",
+                reply.protocol
+            ),
         ));
     }
     let said = Nonce::try_from(reply.nonce.as_slice()).map(|server| Transcript {
@@ -301,7 +332,11 @@ fn announced(shared: &Shared, address: &str, regions: &[wire::Region]) -> Result
     if !fits {
         return Err(Refusal::new(
             Reason::LayoutMismatch,
-            format!("peer {address} announced {} regions that do not match our {} buffers", regions.len(), own.len()),
+            format!(
+                "peer {address} announced {} regions that do not match our {} buffers",
+                regions.len(),
+                own.len()
+            ),
         ));
     }
     Ok(PeerPool {
@@ -311,7 +346,10 @@ fn announced(shared: &Shared, address: &str, regions: &[wire::Region]) -> Result
 }
 
 fn late(address: &str, verb: &str) -> Refusal {
-    Refusal::new(Reason::DeadlineExceeded, format!("peer {address}: no answer to {verb} in time"))
+    Refusal::new(
+        Reason::DeadlineExceeded,
+        format!("peer {address}: no answer to {verb} in time"),
+    )
 }
 
 fn millis(wait: Duration) -> u32 {

@@ -5,6 +5,8 @@ mod client;
 mod server;
 mod status;
 mod stream;
+#[cfg(test)]
+mod tests;
 mod tls;
 
 pub(crate) use client::{Lease, Peer, Peers};

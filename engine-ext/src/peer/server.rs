@@ -66,7 +66,9 @@ pub(crate) fn serve(
         .http2_keepalive_timeout(Some(PING))
         .http2_max_header_list_size(16 << 10);
     if let Some(tls) = tls {
-        server = server.tls_config(tls).map_err(|e| StartError::Tls { fault: chain(&e) })?;
+        server = server
+            .tls_config(tls)
+            .map_err(|e| StartError::Tls { fault: chain(&e) })?;
     }
     let router = server.add_service(service);
     Ok(async move {
@@ -88,7 +90,9 @@ async fn accept(listener: TcpListener, accepted: mpsc::Sender<std::io::Result<Pe
     let slots = Arc::new(Semaphore::new(CONNECTIONS));
     for number in 0.. {
         // At the limit the backlog waits: a silent connection gives its slot back after the handshake's deadline.
-        let Ok(slot) = slots.clone().acquire_owned().await else { return };
+        let Ok(slot) = slots.clone().acquire_owned().await else {
+            return;
+        };
         let stream = loop {
             match listener.accept().await {
                 Ok((stream, _)) => break stream,
@@ -140,7 +144,9 @@ impl PeerService {
         let bearer = request.metadata().get_bin(BEARER).and_then(|b| b.to_bytes().ok());
         match (self.known().greeted.get(&over), bearer) {
             (Some((token, incarnation)), Some(bearer)) if same(token, &bearer) => Ok(*incarnation),
-            _ => Err(unauthenticated("no valid bearer token of this connection; say hello first")),
+            _ => Err(unauthenticated(
+                "no valid bearer token of this connection; say hello first",
+            )),
         }
     }
 
@@ -155,7 +161,10 @@ impl PeerService {
         if hello.model != self.shared.facts.model {
             return Err(Refusal::new(
                 Reason::ModelMismatch,
-                format!("this worker serves {:?}, the peer {:?}", self.shared.facts.model, hello.model),
+                format!(
+                    "this worker serves {:?}, the peer {:?}",
+                    self.shared.facts.model, hello.model
+                ),
             ));
         }
         let layout = self.shared.pool.layout().fingerprint();
@@ -215,7 +224,9 @@ impl peer_server::Peer for PeerService {
             return Err(unauthenticated("hello without challenge"));
         };
         if at.elapsed() >= HANDSHAKE || !said.verify(Side::Client, self.shared.config.secret.as_ref(), &hello.proof) {
-            return Err(unauthenticated("the peer does not prove the shared secret of this worker"));
+            return Err(unauthenticated(
+                "the peer does not prove the shared secret of this worker",
+            ));
         }
         self.check(&hello).map_err(|refusal| refuse(&refusal))?;
         let token = auth::random().ok_or_else(internal)?;
@@ -229,11 +240,17 @@ impl peer_server::Peer for PeerService {
         }
         known.greeted.insert(over, (token, Incarnation(hello.incarnation)));
         let rows = self.shared.pool.layout().buffers();
-        let regions = self.shared.pool.keys().iter().zip(rows).map(|(key, buffer)| wire::Region {
-            key: key.0,
-            slots: buffer.slots,
-            row: buffer.row,
-        });
+        let regions = self
+            .shared
+            .pool
+            .keys()
+            .iter()
+            .zip(rows)
+            .map(|(key, buffer)| wire::Region {
+                key: key.0,
+                slots: buffer.slots,
+                row: buffer.row,
+            });
         Ok(Response::new(wire::HelloReply {
             token: token.to_vec(),
             data: self.shared.mover.endpoint(),
@@ -253,7 +270,9 @@ impl peer_server::Peer for PeerService {
             },
             incarnation: self.shared.incarnation,
         };
-        let granted = Exports::grant(&self.shared, &lease, holder, wait(asked.wait_ms)).await.map_err(|e| refuse(&e))?;
+        let granted = Exports::grant(&self.shared, &lease, holder, wait(asked.wait_ms))
+            .await
+            .map_err(|e| refuse(&e))?;
         let grant = granted.grant;
         tracing::debug!(lease = %grant.lease, session = %lease.session, peer = %holder, "lease granted");
         Ok(Response::new(wire::LeaseReply {
@@ -273,9 +292,15 @@ impl peer_server::Peer for PeerService {
     async fn watch(&self, request: Request<wire::WatchRequest>) -> Result<Response<wire::WatchReply>, Status> {
         let holder = self.holder(&request)?;
         let asked = request.into_inner();
-        let view = Exports::watch(&self.shared, LeaseId(asked.lease), holder, asked.from, wait(asked.wait_ms))
-            .await
-            .map_err(|e| refuse(&e))?;
+        let view = Exports::watch(
+            &self.shared,
+            LeaseId(asked.lease),
+            holder,
+            asked.from,
+            wait(asked.wait_ms),
+        )
+        .await
+        .map_err(|e| refuse(&e))?;
         let mut runs: Vec<wire::SlotRun> = Vec::new();
         for &slot in &view.slots {
             match runs.last_mut() {
@@ -292,13 +317,17 @@ impl peer_server::Peer for PeerService {
 
     async fn renew(&self, request: Request<wire::LeaseName>) -> Result<Response<wire::Done>, Status> {
         let lease = self.named(request)?;
-        self.shared.call(|worker, now| worker.renew(lease, now)).map_err(|e| refuse(&e))?;
+        self.shared
+            .call(|worker, now| worker.renew(lease, now))
+            .map_err(|e| refuse(&e))?;
         Ok(Response::new(wire::Done {}))
     }
 
     async fn confirm(&self, request: Request<wire::LeaseName>) -> Result<Response<wire::Done>, Status> {
         let lease = self.named(request)?;
-        self.shared.call(|worker, now| worker.confirm(lease, now)).map_err(|e| refuse(&e))?;
+        self.shared
+            .call(|worker, now| worker.confirm(lease, now))
+            .map_err(|e| refuse(&e))?;
         Ok(Response::new(wire::Done {}))
     }
 

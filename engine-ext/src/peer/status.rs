@@ -29,7 +29,11 @@ pub(super) fn refuse(refusal: &Refusal) -> Status {
 
 /// From the wire.
 pub(super) fn refusal(peer: &str, status: &Status) -> Refusal {
-    let said = status.metadata().get(REASON).and_then(|text| text.to_str().ok()).and_then(Reason::parse);
+    let said = status
+        .metadata()
+        .get(REASON)
+        .and_then(|text| text.to_str().ok())
+        .and_then(Reason::parse);
     if let Some(reason) = said {
         return Refusal::new(reason, format!("peer {peer}: {}", clip(status.message())));
     }
@@ -72,7 +76,10 @@ pub(super) fn chain(error: &(dyn Error + 'static)) -> String {
 fn refused_certificate(error: &(dyn Error + 'static)) -> bool {
     let mut next = Some(error);
     while let Some(error) = next {
-        if error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::InvalidData) {
+        if error
+            .downcast_ref::<io::Error>()
+            .is_some_and(|e| e.kind() == io::ErrorKind::InvalidData)
+        {
             return true;
         }
         next = error.source();

@@ -45,7 +45,11 @@ pub(super) struct Connection(pub(super) u64);
 /// The connection of a request.
 pub(super) fn connection(extensions: &Extensions) -> Option<Connection> {
     let plain = extensions.get::<Connection>().copied();
-    plain.or_else(|| extensions.get::<TlsConnectInfo<Connection>>().map(|info| *info.get_ref()))
+    plain.or_else(|| {
+        extensions
+            .get::<TlsConnectInfo<Connection>>()
+            .map(|info| *info.get_ref())
+    })
 }
 
 impl PeerStream {

@@ -13,9 +13,11 @@ pub(crate) fn server_tls(config: &Config) -> Result<Option<ServerTlsConfig>, Sta
         .client_auth_optional(false)
         .timeout(super::stream::HANDSHAKE);
     // Certificate and key are parsed here, so that a mistake stops the start.
-    Server::builder().tls_config(server.clone()).map_err(|e| StartError::Tls {
-        fault: super::status::chain(&e),
-    })?;
+    Server::builder()
+        .tls_config(server.clone())
+        .map_err(|e| StartError::Tls {
+            fault: super::status::chain(&e),
+        })?;
     Ok(Some(server))
 }
 

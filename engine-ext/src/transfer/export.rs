@@ -54,13 +54,19 @@ impl Exports {
             tokio::pin!(changed);
             // Registered before the machine is asked: an arrival in between is not missed.
             changed.as_mut().enable();
-            if let Some(granted) = shared.call(|worker, now| shared.exports.ask(shared, worker, request, holder, now))? {
+            if let Some(granted) =
+                shared.call(|worker, now| shared.exports.ask(shared, worker, request, holder, now))?
+            {
                 return Ok(granted);
             }
             if tokio::time::timeout_at(until, changed).await.is_err() {
                 return Err(Refusal::new(
                     Reason::DeadlineExceeded,
-                    format!("session {} did not arrive within {} ms", request.session, wait.as_millis()),
+                    format!(
+                        "session {} did not arrive within {} ms",
+                        request.session,
+                        wait.as_millis()
+                    ),
                 ));
             }
         }
@@ -105,7 +111,11 @@ impl Exports {
 
     /// When it returns nothing reads under this lease any more.
     pub(crate) fn fence(&self, lease: LeaseId, mover: &dyn Mover) {
-        let export = self.leases.lock().unwrap_or_else(PoisonError::into_inner).remove(&lease);
+        let export = self
+            .leases
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&lease);
         if let Some(export) = export {
             mover.fence(&export.token);
         }
@@ -137,12 +147,15 @@ impl Exports {
         let LeaseAnswer::Granted(grant) = worker.lease(request, now)? else {
             return Ok(None);
         };
-        let exposed = LeaseToken::random()
-            .and_then(|token| shared.mover.expose(token, shared.config.lease_max).map(|()| token));
+        let exposed =
+            LeaseToken::random().and_then(|token| shared.mover.expose(token, shared.config.lease_max).map(|()| token));
         match exposed {
             Ok(token) => {
                 let export = Export { token, holder };
-                self.leases.lock().unwrap_or_else(PoisonError::into_inner).insert(grant.lease, export);
+                self.leases
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .insert(grant.lease, export);
                 Ok(Some(Granted { grant, token }))
             }
             Err(e) => {
@@ -157,7 +170,10 @@ impl Exports {
         match leases.get(&lease) {
             Some(export) if export.holder == holder => Ok(*export),
             // Another peer's lease looks like none.
-            _ => Err(Refusal::new(Reason::LeaseUnknown, format!("lease {lease} is over or was never given to this peer"))),
+            _ => Err(Refusal::new(
+                Reason::LeaseUnknown,
+                format!("lease {lease} is over or was never given to this peer"),
+            )),
         }
     }
 }

@@ -38,7 +38,9 @@ pub(crate) async fn run(
     mut steps: UnboundedReceiver<Step>,
     deadline: Instant,
 ) {
-    let Some(Step::Open(order)) = steps.recv().await else { return };
+    let Some(Step::Open(order)) = steps.recv().await else {
+        return;
+    };
     let opened = tokio::select! {
         opened = open(&shared, &order, deadline) => opened,
         () = ended(&mut steps) => return,
@@ -48,7 +50,8 @@ pub(crate) async fn run(
         Err(why) => return fail(&shared, import, &control, why),
     };
     tracing::debug!(%import, session = %order.session, peer = order.peer, tokens = held.tokens.len(), "lease held");
-    shared.call(|worker, now| worker.lease_granted(import, held.identity.clone(), held.tokens.clone(), held.share, now));
+    shared
+        .call(|worker, now| worker.lease_granted(import, held.identity.clone(), held.tokens.clone(), held.share, now));
     let renewal = renew(&held.peer, held.lease, held.lives);
     let outcome = tokio::select! {
         outcome = serve(&shared, import, &control, &held, &mut steps, deadline) => outcome,
@@ -74,7 +77,10 @@ pub(super) struct Held {
 async fn open(shared: &Shared, order: &Order, deadline: Instant) -> Result<Held, Refusal> {
     let mut fresh = false;
     loop {
-        let peer = shared.peers.connect(shared, &order.peer, order.incarnation, deadline).await?;
+        let peer = shared
+            .peers
+            .connect(shared, &order.peer, order.incarnation, deadline)
+            .await?;
         match peer.lease(&order.session, order.placement, deadline).await {
             Ok(granted) => {
                 let grant = granted.grant;
@@ -160,7 +166,9 @@ pub(crate) fn refused(error: &MoverError) -> Refusal {
     let code = match error {
         MoverError::Connect { .. } | MoverError::PeerGone { .. } => Reason::PeerUnreachable,
         MoverError::Timeout { .. } => Reason::DeadlineExceeded,
-        MoverError::UnknownToken { .. } | MoverError::Expired { .. } | MoverError::Revoked { .. } => Reason::LeaseRevoked,
+        MoverError::UnknownToken { .. } | MoverError::Expired { .. } | MoverError::Revoked { .. } => {
+            Reason::LeaseRevoked
+        }
         MoverError::RangeRefused { .. } => Reason::RangeNotReadable,
         MoverError::Checksum { .. } => Reason::ChecksumMismatch,
         MoverError::Cancelled | MoverError::Closed => Reason::Cancelled,

@@ -11,10 +11,7 @@ use std::{
 
 use kvc_proto::{
     id::ImportId,
-    wire::{
-        admit::ImportAnswer,
-        reason::Refusal,
-    },
+    wire::{admit::ImportAnswer, reason::Refusal},
     worker::{ImportDone, Slot},
 };
 use kvc_rdma::ReadHandle;
@@ -114,7 +111,9 @@ impl Imports {
 
     /// Answers who asked for the import, and forgets it: its task ends.
     pub(crate) fn done(&self, import: ImportId, outcome: Result<ImportDone, Refusal>, metrics: &Metrics) {
-        let Some(entry) = self.lock().remove(&import) else { return };
+        let Some(entry) = self.lock().remove(&import) else {
+            return;
+        };
         // Whatever the machine did, no read outlives its import.
         entry.control.fence();
         let took = entry.began.elapsed();

@@ -138,8 +138,11 @@ impl Flight {
             // The pull may have given up already.
             let _ = sender.send((number, outcome));
         });
-        let started =
-            control.read(|| shared.mover.read(&held.peer.data, held.lease.token, copies, options, done));
+        let started = control.read(|| {
+            shared
+                .mover
+                .read(&held.peer.data, held.lease.token, copies, options, done)
+        });
         if !started {
             return Err(Refusal::new(Reason::Cancelled, "the import was fenced"));
         }
@@ -183,7 +186,9 @@ impl Flight {
 }
 
 fn chunk_tokens(shared: &Shared) -> usize {
-    usize::try_from(CHUNK / shared.pool.layout().token_bytes().max(1)).unwrap_or(1).max(1)
+    usize::try_from(CHUNK / shared.pool.layout().token_bytes().max(1))
+        .unwrap_or(1)
+        .max(1)
 }
 
 fn position(from: u32, known: usize) -> Result<u32, Refusal> {

@@ -1,0 +1,185 @@
+//! What these tests share: settings, pairs of engines, the messages of a seed.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::{
+    net::SocketAddr,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use kvc_engine_ext::{
+    Config,
+    harness::{Client, Start, TestEngine, true_kv},
+};
+use kvc_proto::{
+    id::{Incarnation, Placement, RequestKey, ReservationId, RouterId, SessionId, StoreId},
+    wire::admit::{ADMIT_PATH, AdmitRequest, ImportRequest},
+    worker::Token,
+};
+use serde_json::Value;
+
+/// Settings over the defaults; checksums are on in tests (XFER-8).
+pub fn config(settings: &[(&str, &str)]) -> Config {
+    let mut all = vec![("checksum".to_owned(), "true".to_owned())];
+    all.extend(settings.iter().map(|(k, v)| (k.to_string(), v.to_string())));
+    Config::load(&all, []).expect("settings")
+}
+
+/// An engine with these settings.
+pub fn engine(settings: &[(&str, &str)], page_tokens: u32) -> TestEngine {
+    TestEngine::start(Start::new(config(settings), page_tokens)).expect("an engine")
+}
+
+/// `n` tokens that are different for each `seed`.
+pub fn tokens(seed: u32, n: usize) -> Vec<Token> {
+    (0..n as u32).map(|i| seed * 100_000 + i * 7 % 5000).collect()
+}
+
+/// Placement `n` of the only store.
+pub fn placement(n: u64) -> Placement {
+    Placement { n, store: StoreId(1) }
+}
+
+/// The `n`th request of the only router.
+pub fn key(n: u64) -> RequestKey {
+    RequestKey {
+        router: RouterId(1),
+        request: n,
+        attempt: 0,
+    }
+}
+
+/// An admission question for a session's turn.
+pub fn question(session: &str, turn: u32, input: usize, append: usize, placed: u64, request: u64) -> AdmitRequest {
+    AdmitRequest {
+        session_id: SessionId::new(session).unwrap(),
+        turn,
+        input_tokens: input as u32,
+        append_tokens: append as u32,
+        max_new_tokens: Some(8),
+        estimated: false,
+        via: None,
+        placement: Some(placement(placed)),
+        incarnation: None,
+        key: key(request),
+    }
+}
+
+/// Asks, expects the grant, gives the reservation.
+pub fn admit(engine: &TestEngine, question: &AdmitRequest, mode: &str) -> ReservationId {
+    let (status, answer) = client(engine).post(ADMIT_PATH, question).unwrap();
+    assert_eq!(status, 200, "{answer}");
+    assert_eq!(answer["mode"], mode, "{answer}");
+    ReservationId(answer["reservation"].as_u64().unwrap())
+}
+
+/// A connection to the worker's listener.
+pub fn client(engine: &TestEngine) -> Client {
+    Client::connect(engine.engine().listen()).unwrap()
+}
+
+/// The order to pull from `peer`.
+pub fn order(reservation: ReservationId, placed: u64, peer: &TestEngine, deadline_ms: u32) -> ImportRequest {
+    order_from(
+        reservation,
+        placed,
+        peer.engine().peer_listen(),
+        peer.engine().incarnation(),
+        deadline_ms,
+    )
+}
+
+/// [`order`] with the peer's parts.
+pub fn order_from(
+    reservation: ReservationId,
+    placed: u64,
+    peer: SocketAddr,
+    incarnation: Incarnation,
+    deadline_ms: u32,
+) -> ImportRequest {
+    ImportRequest {
+        reservation,
+        placement: placement(placed),
+        peer: peer.to_string(),
+        incarnation,
+        deadline_ms,
+    }
+}
+
+/// The import's answer, when it comes.
+pub type Answer = JoinHandle<std::io::Result<(u16, Value)>>;
+
+/// Sends the order on a connection of its own.
+pub fn import(engine: &TestEngine, session: &str, order: &ImportRequest) -> Answer {
+    let (mut client, path, order) = (
+        client(engine),
+        format!("/kvc/v1/sessions/{session}/import"),
+        order.clone(),
+    );
+    thread::spawn(move || client.post(&path, &order))
+}
+
+/// Turns the engine's loop until the import is answered.
+pub fn answered(engine: &mut TestEngine, answer: Answer) -> (u16, Value) {
+    until("the import is answered", || {
+        engine.step();
+        answer.is_finished()
+    });
+    answer.join().unwrap().unwrap()
+}
+
+/// Polls a condition; each wait has a deadline.
+pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(Instant::now() < deadline, "not within 20 s: {what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// `GET /kvc/v1/transfers`.
+pub fn transfers(engine: &TestEngine) -> Value {
+    client(engine).get("/kvc/v1/transfers").unwrap().1
+}
+
+/// Tokens that the only running import has pulled.
+pub fn pulled(engine: &TestEngine) -> u64 {
+    transfers(engine)["imports"][0]["pulled_tokens"].as_u64().unwrap_or(0)
+}
+
+/// Live leases that peers hold.
+pub fn leases(engine: &TestEngine) -> usize {
+    transfers(engine)["leases"].as_array().unwrap().len()
+}
+
+/// Running imports.
+pub fn imports(engine: &TestEngine) -> usize {
+    transfers(engine)["imports"].as_array().unwrap().len()
+}
+
+/// Runs the turn that the import was for and compares every reused position with the true KV (T1); gives how many.
+pub fn compare(
+    engine: &mut TestEngine,
+    session: &str,
+    prompt: &[Token],
+    reservation: ReservationId,
+    placed: u64,
+) -> u32 {
+    let mut turn = engine
+        .arrive(session, prompt, 4, Some(reservation), Some(placement(placed)))
+        .unwrap();
+    engine.begin(&mut turn);
+    let reused = turn.reused;
+    let bytes = engine.arena().layout().token_bytes();
+    let (held, right) = (engine.bytes(&turn), true_kv(prompt, bytes));
+    for (at, (held, right)) in held.iter().zip(&right).enumerate() {
+        assert!(held == right, "position {at} holds other KV");
+    }
+    // Negative control: two swapped positions would be seen.
+    if reused >= 2 {
+        assert_ne!(held[0], right[1]);
+    }
+    engine.finish(turn, &[1, 2, 3]);
+    engine.step();
+    reused
+}
