@@ -1,5 +1,20 @@
 from typing import final
 
+__all__ = [
+    "Commit",
+    "Drop",
+    "Engine",
+    "Free",
+    "Frees",
+    "Land",
+    "Layout",
+    "Turn",
+    "TurnTag",
+    "__version__",
+    "settings",
+    "status_of",
+]
+
 __version__: str
 
 def settings(flags: dict[str, str]) -> dict[str, str]: ...
@@ -88,16 +103,12 @@ class Turn:
 
 @final
 class Engine:
-    def __new__(
-        cls, *, flags: dict[str, str], layout: Layout, capacity: int, engine: str, model: str
-    ) -> Engine: ...
+    def __new__(cls, *, flags: dict[str, str], layout: Layout, capacity: int, engine: str, model: str) -> Engine: ...
     @property
     def listen(self) -> str: ...
     @property
     def peer(self) -> str: ...
-    def arrive(
-        self, tag: TurnTag, identity: str, after: int, tokens: list[int], max_new: int
-    ) -> Turn: ...
+    def arrive(self, tag: TurnTag, identity: str, after: int, tokens: list[int], max_new: int) -> Turn: ...
     def history_len(self, session: str) -> int: ...
     def evictable(self) -> int: ...
     def held(self) -> int: ...

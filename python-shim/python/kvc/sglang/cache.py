@@ -1,8 +1,8 @@
 """`KvcCache`: what the scheduler holds as its prefix cache in rust mode.
 
-A subclass of `SessionAwareCache`, so that the engine's five isinstance checks hold; none of its slots are used. Requests without
-a turn go to the engine's radix tree untouched. Session turns are translated: engine rows and nodes become pointers,
-lengths and handles, and what the machine gives back is freed. It decides nothing.
+A subclass of `SessionAwareCache`, so that the engine's isinstance checks hold; none of its slots are used. Requests
+without a turn go to the engine's radix tree untouched. Session turns are translated: engine rows and nodes become
+pointers, lengths and handles, and what the machine gives back is freed. It decides nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Run:
 
 
 class Node:
-    """Stands in `req.last_node` for a match in a session's own history. `tree` is the engine's node of the shared part."""
+    """In `req.last_node` for a match in a session's own history. `tree` is the engine's node of the shared part."""
 
     __slots__ = ("tokens", "tree", "turn")
 
@@ -111,7 +111,8 @@ class KvcCache(SessionAwareCache):
     # Sizes: read by the scheduler's budget and its memory checks.
 
     def evictable_size(self) -> int:
-        return self.inner.evictable_size() + self.engine.evictable()
+        own: int = self.inner.evictable_size()
+        return own + self.engine.evictable()
 
     def session_held_tokens(self) -> int:
         return self.engine.held()
@@ -133,7 +134,7 @@ class KvcCache(SessionAwareCache):
         if run is None:
             return self.inner.match_prefix(params)
         if req.to_finish is not None:
-            # Aborted before it ran; its tokens may have been replaced by one. It runs to its end without the session (F4).
+            # Aborted before it ran; its tokens may have been replaced by one. It ends without the session (F4).
             self.leave(req)
             return self.inner.match_prefix(params)
         matched = run.turn.match(len(params.key.token_ids))

@@ -1,4 +1,4 @@
-"""The paged allocator's two kernels for CPU, where Triton has no driver. Called by the allocator when its device is the CPU.
+"""The paged allocator's two kernels for CPU, where Triton has no driver. Called by the allocator on that device.
 
 Same arguments and results as the Triton kernels; plain loops, because a CPU server is for tests.
 """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from zmq import POLLIN
 
 from kvc._native import Engine, TurnTag
 from kvc.errors import Refused
@@ -62,10 +63,8 @@ class Hooks:
         self._stuck = 0
         self._wake: int | None = None
         if scheduler.idle_sleeper is not None:
-            import zmq
-
             self._wake = engine.wake_fd()
-            scheduler.idle_sleeper.poller.register(self._wake, zmq.POLLIN)
+            scheduler.idle_sleeper.poller.register(self._wake, POLLIN)
 
     def route(self, recv_req: TokenizedGenerateReqInput) -> bool:
         """Before the request object exists: whose turn is it? True: the request has been refused."""

@@ -1,7 +1,7 @@
 """What a session's KV depends on besides its token ids, as one text (SES-5), and the engine's extra key made from it.
 
-The engine's own extra key is the client's salt with the adapter's id behind it; the length in front keeps two such pairs
-apart.
+The engine's own extra key is the client's salt with the adapter's id behind it; the length in front keeps two such
+pairs apart.
 """
 
 from __future__ import annotations

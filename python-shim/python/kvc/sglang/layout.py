@@ -1,4 +1,4 @@
-"""The engine's KV pool as addresses and sizes, once per process. Pools that the module does not understand are refused (SES-7)."""
+"""The engine's KV pool as addresses and sizes. Pools that the module does not understand are refused (SES-7)."""
 
 from __future__ import annotations
 

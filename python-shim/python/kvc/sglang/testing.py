@@ -1,7 +1,7 @@
-"""What tests ask a running engine for: its memory numbers, its own KV bytes, what entered its model. Only with KVC_TEST=1.
+"""What tests ask a running engine for: memory numbers, its own KV bytes, what entered its model. Only with KVC_TEST=1.
 
-Routes on the engine's HTTP port, answered by the scheduler between two steps: `POST /kvc/test/{state,forwards,kv,corrupt}`.
-Nothing here is imported otherwise.
+Routes on the engine's HTTP port, answered by the scheduler between two steps: `POST /kvc/test/OP` with OP one of state,
+forwards, kv, corrupt. Nothing here is imported otherwise.
 """
 
 import hashlib
@@ -129,9 +129,10 @@ class Observer:
 
     def answer(self, request: TestRequest) -> TestAnswer:
         """Answers one question; a wrong one gets `{"error": …}`."""
-        ops = {"state": self._state, "forwards": self._forwards, "kv": self._kv, "corrupt": self._corrupt}
+        if request.op not in ("state", "forwards", "kv", "corrupt"):
+            return TestAnswer(out={"error": {"code": "bad-request", "message": f"no test op {request.op!r}"}})
         try:
-            return TestAnswer(out=ops[request.op](**request.args))
+            return TestAnswer(out=getattr(self, "_" + request.op)(**request.args))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             return TestAnswer(out={"error": {"code": "bad-request", "message": f"{type(error).__name__}: {error}"}})
 

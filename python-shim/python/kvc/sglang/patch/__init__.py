@@ -13,6 +13,7 @@ import importlib.util
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +108,7 @@ class Installed:
         """Restores what is patched, byte for byte; returns the changed files."""
         return self._turn("patched", self.series.backward)
 
-    def _turn(self, source: str, change) -> list[str]:
+    def _turn(self, source: str, change: Callable[[str, str], str]) -> list[str]:
         states = self.states()
         foreign = [path for path, state in states.items() if state == "foreign"]
         if foreign:
