@@ -72,7 +72,8 @@ pub enum MoverError {
         /// Who.
         peer: String,
     },
-    /// The lease was fenced while the read ran.
+    /// The lease was fenced in the middle of an answer. A fence between two requests of a read shows as
+    /// [`MoverError::UnknownToken`].
     #[error("the lease at {peer} was revoked")]
     Revoked {
         /// Who.

@@ -1,5 +1,5 @@
 //! Faults that a peer can have, for tests here and above: the loopback exporter has them by itself
-//! ([`crate::loopback::Loopback::inject`]), a tcp exporter behind a [`Proxy`].
+//! ([`crate::loopback::Faults`]), a tcp exporter behind a [`Proxy`].
 
 use std::{
     collections::HashMap,

@@ -49,7 +49,7 @@ mod tests {
 
     #[test]
     fn nobody_is_inside_after_it_was_shut() {
-        for _ in 0..200 {
+        for _ in 0..50 {
             let (gate, count) = (Arc::new(Gate::default()), Arc::new(AtomicU64::new(0)));
             let writer = thread::spawn({
                 let (gate, count) = (gate.clone(), count.clone());

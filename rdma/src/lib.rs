@@ -4,6 +4,8 @@
 //! and pulls a peer's runs into pages it owns (XFER-1). Movers: [`tcp`], and `loopback` inside one process for tests (feature
 //! `fault`).
 
+#[cfg(feature = "conformance")]
+pub mod conformance;
 pub mod error;
 #[cfg(feature = "fault")]
 pub mod fault;

@@ -14,7 +14,7 @@ use crate::{
     error::{MoverError, Wait},
     fault::{Effect, Fault},
     gate::Gate,
-    lease::{Denied, Leases, denied, not_opened},
+    lease::{Leases, denied, not_opened},
     mover::{Cancel, Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions, ReadStats},
     plan::{self, Chunk, ChunkLimits},
     region::{Region, RegionKey, Regions, Run},
@@ -40,6 +40,19 @@ pub struct Loopback {
     memory: Arc<Memory>,
     inbox: Arc<Inbox>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// Sets the fault of one mover's exporter, while it lives.
+#[derive(Clone)]
+pub struct Faults(Weak<Memory>);
+
+impl Faults {
+    /// From now on reads from the mover have this fault; `None` heals it.
+    pub fn inject(&self, fault: Option<Fault>) {
+        if let Some(memory) = self.0.upgrade() {
+            *memory.fault.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+        }
+    }
 }
 
 /// What a mover has registered and exposed.
@@ -113,9 +126,9 @@ impl Loopback {
         })
     }
 
-    /// From now on reads from this mover have the fault.
-    pub fn inject(&self, fault: Option<Fault>) {
-        *self.memory.fault.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+    /// A hand on what goes wrong with reads from this mover.
+    pub fn faults(&self) -> Faults {
+        Faults(Arc::downgrade(&self.memory))
     }
 
     fn plan(&self, copies: &[Copy]) -> Result<VecDeque<Chunk>, MoverError> {
@@ -345,11 +358,7 @@ impl Worker {
             peer: peer.clone(),
             errno: 0,
         };
-        let refused = |why| match why {
-            // Fenced since an earlier chunk went: to the reader that is a revocation.
-            Denied::Unknown if reading.stats.bytes > 0 => denied(Denied::Revoked, peer),
-            why => denied(why, peer),
-        };
+        let refused = |why| denied(why, peer);
         let lease = exporter.leases.find(&reading.token, now).map_err(refused)?;
         if let Some(run) = lease.uncovered(&chunk.remote) {
             return Err(MoverError::RangeRefused {

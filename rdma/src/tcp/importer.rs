@@ -116,7 +116,7 @@ struct Active {
     gate: Arc<Gate>,
     begun: Instant,
     waiting: VecDeque<Chunk>,
-    /// The first of its streams among the peer's.
+    /// The first of its streams among the peer's: the one with the least to do when the read began.
     base: usize,
     bytes: u64,
     chunks: u64,
@@ -128,7 +128,6 @@ struct Active {
 struct Peer {
     slots: Vec<Option<Token>>,
     queue: VecDeque<u64>,
-    next_base: usize,
 }
 
 impl Importer {
@@ -208,7 +207,7 @@ impl Importer {
             done,
         } = read;
         let full = self.reads.len() >= self.config.reads;
-        let full = full.then(|| MoverError::TooMany {
+        let full = full.then_some(MoverError::TooMany {
             what: "reads",
             limit: self.config.reads as u64,
         });
@@ -229,14 +228,16 @@ impl Importer {
             }
         };
         let slots = self.config.streams;
-        let peers = self.peers.entry(address).or_insert_with(|| Peer {
+        let peers = self.peers.entry(address);
+        let peer_streams = peers.or_insert_with(|| Peer {
             slots: vec![None; slots],
             queue: VecDeque::new(),
-            next_base: 0,
         });
-        let base = peers.next_base;
-        peers.next_base = (base + options.streams.clamp(1, slots)) % slots;
-        peers.queue.push_back(id);
+        peer_streams.queue.push_back(id);
+        let load = |slot: &Option<Token>| slot.and_then(|token| self.streams.get(&token)).map_or(0, Stream::load);
+        let base = (0..slots)
+            .min_by_key(|slot| load(&peer_streams.slots[*slot]))
+            .unwrap_or(0);
         let (bytes, chunks) = (waiting.iter().map(|chunk| chunk.len).sum(), waiting.len() as u64);
         let active = Active {
             address,

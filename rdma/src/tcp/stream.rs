@@ -111,6 +111,11 @@ impl Stream {
         self.asked.is_empty() || (self.asked.len() < MAX_ASKED && self.inflight + len <= config.window)
     }
 
+    /// Payload bytes that it waits for.
+    pub(super) fn load(&self) -> u64 {
+        self.inflight
+    }
+
     pub(super) fn ask(&mut self, token: &LeaseToken, asked: Asked, now: Instant) {
         if self.asked.is_empty() {
             self.moved = now;
@@ -284,6 +289,9 @@ impl Stream {
         };
         if head.status != Status::Ok {
             let (read, error) = (asked.read, self.refused(&head, front));
+            if matches!(error, MoverError::BadFrame { .. }) {
+                return Err(error);
+            }
             out.push(Outcome::Failed { read, error });
             self.pop();
         } else if head.len != asked.len {
