@@ -528,7 +528,7 @@ pub fn nothing_lands_after_cancel(start: Start<'_>) {
         scene.flush();
         let landed = scene.target.read(0, LARGE);
         assert!(
-            landed.iter().all(|byte| *byte == AFTER_READ),
+            landed == vec![AFTER_READ; LARGE],
             "round {round}: a byte landed after cancel"
         );
     }
@@ -602,7 +602,7 @@ pub fn a_silent_peer_runs_into_the_deadline(start: Start<'_>) {
     (scene.pair.inject)(None);
     scene.flush();
     assert!(
-        scene.target.read(0, LARGE).iter().all(|byte| *byte == AFTER_READ),
+        scene.target.read(0, LARGE) == vec![AFTER_READ; LARGE],
         "late bytes landed"
     );
 }

@@ -9,6 +9,8 @@ pub mod conformance;
 pub mod error;
 #[cfg(feature = "fault")]
 pub mod fault;
+#[cfg(feature = "conformance")]
+pub mod fuzz;
 mod gate;
 mod lease;
 #[cfg(feature = "fault")]

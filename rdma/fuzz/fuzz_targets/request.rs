@@ -1,0 +1,4 @@
+//! Hands libFuzzer's bytes to `kvc_rdma::fuzz::request`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| kvc_rdma::fuzz::request(input));
