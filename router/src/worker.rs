@@ -1,0 +1,248 @@
+//! The questions the router asks a worker's module: admission, import, release, session, info (engines §5).
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use hyper::{Method, Request, header};
+use kvc_proto::{
+    id::{Incarnation, RequestKey, SessionId},
+    routing::{Event, Resident, WorkerIndex},
+    wire::{
+        admit::{ADMIT_PATH, AdmitAnswer, AdmitRequest, ImportAnswer, ImportRequest, LoadReport, ReleaseRequest},
+        info::{SessionView, WorkerInfo},
+        reason::{ErrorBody, Reason},
+    },
+};
+use serde::{Serialize, de::DeserializeOwned};
+
+use crate::{
+    app::Lane,
+    body::{self, Collected, Whole},
+    upstream::{Pool, UpstreamError},
+};
+
+/// Largest answer of a module that is read.
+const ANSWER_MAX: usize = 1 << 20;
+
+/// Why a module's answer is none.
+#[derive(Debug, thiserror::Error)]
+pub enum AskError {
+    /// It did not come.
+    #[error(transparent)]
+    Upstream(#[from] UpstreamError),
+    /// It broke off.
+    #[error("the answer broke off: {0}")]
+    Broken(#[from] hyper::Error),
+    /// It did not come to its end in time.
+    #[error("the answer did not end within {} ms", after.as_millis())]
+    Deadline {
+        /// How long it had.
+        after: Duration,
+    },
+    /// It is not what was asked for.
+    #[error("unreadable answer with status {status}: {got}")]
+    Unreadable {
+        /// HTTP status.
+        status: u16,
+        /// What is wrong with it.
+        got: String,
+    },
+    /// The worker refused, typed.
+    #[error("refused: {0}")]
+    Refused(Reason),
+}
+
+/// `POST /admit_direct_append` (ADM-10).
+pub async fn admit(lane: &Lane, w: WorkerIndex, question: &AdmitRequest) -> Event {
+    let within = lane.app.config.timeouts.admit;
+    match ask::<AdmitAnswer>(lane.module(w), Method::POST, ADMIT_PATH, Some(question), within).await {
+        Ok(answer) => Event::Answer(Box::new(answer)),
+        Err(AskError::Refused(reason)) => {
+            tracing::warn!(
+                worker = w.0,
+                reason = reason.as_str(),
+                "the admission question was refused"
+            );
+            Event::Answer(Box::new(refusal(question.incarnation, reason)))
+        }
+        Err(error) => {
+            tracing::info!(worker = w.0, %error, "no answer to an admission question");
+            Event::Unreachable
+        }
+    }
+}
+
+/// An error body in place of an answer is a refusal too.
+fn refusal(incarnation: Option<Incarnation>, reason: Reason) -> AdmitAnswer {
+    AdmitAnswer {
+        can_admit: false,
+        mode: None,
+        reason: Some(reason),
+        reservation: None,
+        deadline_ms: None,
+        resident_tokens: 0,
+        epoch: None,
+        incarnation: incarnation.unwrap_or(Incarnation(0)),
+        load: LoadReport::default(),
+    }
+}
+
+/// `POST /kvc/v1/sessions/{id}/import`, answered when it has committed. Dropping it closes the connection, which
+/// cancels the import.
+pub async fn import(lane: &Lane, w: WorkerIndex, session: &SessionId, question: &ImportRequest) -> Event {
+    let path = session_path(session, "/import");
+    // The worker keeps the deadline; ours only covers a worker that does not.
+    let within = Duration::from_millis(u64::from(question.deadline_ms)) + lane.app.config.timeouts.admit;
+    match ask::<ImportAnswer>(lane.module(w), Method::POST, &path, Some(question), within).await {
+        Ok(done) => {
+            tracing::debug!(session = %session, worker = w.0, tokens = done.pulled_tokens, bytes = done.bytes, micros = done.micros, "imported");
+            lane.app.metrics.imported(done.bytes);
+            Event::Imported
+        }
+        Err(error) => {
+            tracing::info!(session = %session, worker = w.0, %error, "import failed");
+            Event::ImportFailed(match error {
+                AskError::Refused(reason) => reason,
+                AskError::Deadline { .. } | AskError::Upstream(UpstreamError::Deadline { .. }) => {
+                    Reason::DeadlineExceeded
+                }
+                AskError::Upstream(_) | AskError::Broken(_) => Reason::PeerUnreachable,
+                AskError::Unreadable { .. } => Reason::Internal,
+            })
+        }
+    }
+}
+
+/// `POST /kvc/v1/sessions/{id}/release`; nobody waits for it.
+pub fn release(lane: &Arc<Lane>, w: WorkerIndex, session: SessionId, request: RequestKey) {
+    let lane = lane.clone();
+    tokio::spawn(async move {
+        let path = session_path(&session, "/release");
+        let question = ReleaseRequest {
+            request: Some(request),
+            drop_kv: false,
+        };
+        let within = lane.app.config.timeouts.admit;
+        let answer = ask::<serde::de::IgnoredAny>(lane.module(w), Method::POST, &path, Some(&question), within).await;
+        // A release that is lost lapses by itself (ADM-10).
+        if let Err(error) = answer {
+            tracing::debug!(%session, worker = w.0, %error, "release not confirmed");
+        }
+    });
+}
+
+/// ROUTE-9: asks every worker that takes turns, at once.
+pub async fn residents(lane: &Arc<Lane>, session: &SessionId) -> Event {
+    let workers: Vec<WorkerIndex> = lane.app.router().view.decoders().collect();
+    let path: Arc<str> = session_path(session, "").into();
+    let within = lane.app.config.timeouts.admit;
+    let mut asked = tokio::task::JoinSet::new();
+    for worker in workers {
+        let (lane, path) = (lane.clone(), path.clone());
+        asked.spawn(async move {
+            let view = ask::<SessionView>(lane.module(worker), Method::GET, &path, None::<&()>, within)
+                .await
+                .ok()?;
+            Some(Resident {
+                worker,
+                tokens: view.committed,
+                epoch: view.epoch,
+            })
+        });
+    }
+    let mut found: Vec<Resident> = asked.join_all().await.into_iter().flatten().collect();
+    found.sort_by_key(|r| r.worker);
+    Event::Residents(found)
+}
+
+/// `GET /kvc/v1/info`.
+pub async fn info(pool: &Arc<Pool>, within: Duration) -> Result<WorkerInfo, AskError> {
+    ask(pool, Method::GET, "/kvc/v1/info", None::<&()>, within).await
+}
+
+async fn ask<A: DeserializeOwned>(
+    pool: &Arc<Pool>,
+    method: Method,
+    path: &str,
+    question: Option<&impl Serialize>,
+    within: Duration,
+) -> Result<A, AskError> {
+    let body = match question {
+        None => Bytes::new(),
+        Some(q) => serde_json::to_vec(q).unwrap_or_default().into(),
+    };
+    let host = pool.address();
+    let request = || {
+        let mut request = Request::new(Whole::new(body.clone()));
+        *request.method_mut() = method.clone();
+        // A path of ours is percent-encoded, an address checked: both parse.
+        *request.uri_mut() = path.parse().unwrap_or_default();
+        if let Ok(host) = header::HeaderValue::from_str(&host) {
+            request.headers_mut().insert(header::HOST, host);
+        }
+        request.headers_mut().insert(
+            header::CONTENT_TYPE,
+            header::HeaderValue::from_static("application/json"),
+        );
+        request
+    };
+    let whole = async {
+        let (response, exchange) = pool.send(request, within).await?;
+        let status = response.status().as_u16();
+        let mut body = response.into_body();
+        match body::collect(&mut body, ANSWER_MAX).await? {
+            Collected::All(bytes) => {
+                exchange.done();
+                Ok::<_, AskError>((status, bytes))
+            }
+            Collected::More(_) => Err(AskError::Unreadable {
+                status,
+                got: format!("more than {ANSWER_MAX} bytes"),
+            }),
+        }
+    };
+    let (status, bytes) = match tokio::time::timeout(within, whole).await {
+        Ok(answer) => answer?,
+        Err(_) => return Err(AskError::Deadline { after: within }),
+    };
+    if (200..300).contains(&status) {
+        return serde_json::from_slice(&bytes).map_err(|e| AskError::Unreadable {
+            status,
+            got: e.to_string(),
+        });
+    }
+    match serde_json::from_slice::<ErrorBody>(&bytes) {
+        Ok(body) => Err(AskError::Refused(body.error.code)),
+        Err(_) => Err(AskError::Unreadable {
+            status,
+            got: String::from_utf8_lossy(&bytes[..bytes.len().min(200)]).into_owned(),
+        }),
+    }
+}
+
+fn session_path(session: &SessionId, end: &str) -> String {
+    use std::fmt::Write as _;
+    let mut path = String::from("/kvc/v1/sessions/");
+    // A segment of dots alone would be taken for a relative path.
+    let dots = matches!(session.as_str(), "." | "..");
+    for &byte in session.as_str().as_bytes() {
+        if byte.is_ascii_alphanumeric() || (b"-._~".contains(&byte) && !dots) {
+            path.push(char::from(byte));
+        } else {
+            let _ = write!(path, "%{byte:02X}");
+        }
+    }
+    path + end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_is_one_path_segment() {
+        let path = |s| session_path(&SessionId::new(s).expect("valid"), "/import");
+        assert_eq!(path("a/b ä"), "/kvc/v1/sessions/a%2Fb%20%C3%A4/import");
+        assert_eq!(path(".."), "/kvc/v1/sessions/%2E%2E/import");
+    }
+}
