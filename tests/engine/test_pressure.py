@@ -2,13 +2,15 @@
 stands still. Each known way to stand still is a test of its own; pytest's deadline catches a hang."""
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness import script
 from harness.engine import start_all
 from harness.module import Seed, Worker, assert_balanced
-from harness.waiting import Background, until
+from harness.process import MODEL
+from harness.waiting import Background, held_import, until
 
 WAIT_S = 40  # a request that takes longer stands still
 
@@ -23,7 +25,7 @@ def test_sessions_far_beyond_rows_and_pool_are_all_served(small, plain, oracle):
     """F1, F3, SES-3: 14 sessions on 4 rows, their sum three times the pool, four clients at once."""
     fresh(small)
     evicted = small.state()["counters"]["evictions"]
-    sessions = script.native(seed=40, count=14, turns=4, shared=200, first=500, large=700)
+    sessions = script.native(seed=40, count=14, turns=4, shared=200, first=650, large=700)
 
     def play(session):
         for i, step in enumerate(session.steps):
@@ -97,16 +99,10 @@ def test_a_full_batch_flag_is_not_kept_while_nothing_runs(small, cluster):
     rnd = random.Random(45)
     seed = Seed(cluster.prefill, small, "landing", script.ids(rnd, 4000))
     seed.admit()
-    seed.prefill()
-    small.test("fault", pull_delay_ms=1500)
-    try:
-        pull = Background(seed.pull)
-        until(lambda: small.state()["landing"])
+    with held_import(seed) as pull:
         large = Background(small.generate, script.ids(rnd, 3000), n=2, timeout_s=WAIT_S)
         until(lambda: small.state()["waiting"])
-        pull.done()
-    finally:
-        small.test("fault", pull_delay_ms=0)
+    assert pull.done().status == 200
     assert len(small.generate(script.ids(rnd, 10), n=2, timeout_s=WAIT_S).tokens) == 2
     assert len(large.done(WAIT_S).tokens) == 2
     assert_balanced(small)
@@ -115,21 +111,16 @@ def test_a_full_batch_flag_is_not_kept_while_nothing_runs(small, cluster):
 def test_an_idle_engine_with_a_landing_import_keeps_its_balance(small, cluster):
     """Trap: landing slots that no account holds end the scheduler at its next idle check."""
     fresh(small)
-    seed = Seed(cluster.prefill, small, "slow", script.ids(random.Random(46), 1500))
+    seed = Seed(cluster.prefill, small, "slow", script.ids(random.Random(46), 4000))
     seed.admit()
-    seed.prefill()
-    small.test("fault", pull_delay_ms=2500)
-    try:
-        pull = Background(seed.pull)
-        until(lambda: small.state()["landing"])
+    with held_import(seed) as pull:
+        time.sleep(1.5)  # the engine's idle check runs meanwhile
         state = small.state()
         total = state["free"] + state["evictable"] + state["protected"] + state["held"]
         assert state["running"] == state["waiting"] == 0 and total == state["pool"], state
-        answer = pull.done()
-    finally:
-        small.test("fault", pull_delay_ms=0)
+    answer = pull.done()
     assert answer.status == 200, answer.text
-    assert seed.decode().cached == 1499
+    assert seed.decode().cached == 3999
     assert_balanced(small)
 
 
@@ -137,25 +128,17 @@ def test_an_idle_engine_with_a_landing_import_keeps_its_balance(small, cluster):
 def test_flush_and_weight_update_cancel_imports_and_leases(small, cluster, how):
     """Trap: flushed pages go to others while an import still writes; a refused flush ends the scheduler in a weight
     update. Both cancel and fence within a bound and then succeed; the next turn works."""
-    from harness.process import MODEL
-
     fresh(small)
-    seed = Seed(cluster.prefill, small, f"cut-{how[:5]}", script.ids(random.Random(47), 2000))
+    seed = Seed(cluster.prefill, small, f"cut-{how[:5]}", script.ids(random.Random(47), 4000))
     seed.admit()
-    seed.prefill()
-    small.test("fault", pull_delay_ms=3000)
-    try:
-        pull = Background(seed.pull)
-        until(lambda: small.state()["landing"])
+    with held_import(seed) as pull:
         if how == "flush":
             small.flush()
         else:
             small.http.post("/update_weights_from_disk", {"model_path": str(MODEL)})
         assert pull.done().status >= 400
-    finally:
-        small.test("fault", pull_delay_ms=0)
-    state = assert_balanced(small)
-    assert state["landing"] == 0 and state["free"] == state["pool"]
+        state = assert_balanced(small)
+        assert state["landing"] == 0 and state["free"] == state["pool"]
     assert len(small.generate(seed.prompt, seed.sid, n=4).tokens) == 4
     until(lambda: not cluster.prefill.listener.get("/kvc/v1/transfers").json["leases"])
 

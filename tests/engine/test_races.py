@@ -10,7 +10,7 @@ from harness import script
 from harness.engine import start_all
 from harness.http import HttpError
 from harness.module import Seed, Worker, assert_balanced
-from harness.waiting import Background, opened, running, until
+from harness.waiting import Background, held_import, opened, running, until
 
 
 @pytest.fixture
@@ -156,20 +156,13 @@ def test_a_client_that_leaves_while_queued_or_prefilling_releases_its_charge(clu
 def test_a_client_that_leaves_while_importing_frees_the_landing_pages(cluster):
     """F14: cancelled at a safe point; nothing lands, nothing leaks."""
     target, source = cluster.decodes[0], cluster.prefill
-    seed = Seed(source, target, "leave-import", script.ids(random.Random(24), 3000))
+    seed = Seed(source, target, "leave-import", script.ids(random.Random(24), 5000))
     seed.admit()
-    seed.prefill()
-    target.test("fault", pull_delay_ms=1500)
-    try:
-        pull = Background(seed.pull)
-        until(lambda: target.listener.get("/kvc/v1/transfers").json["imports"])
+    with held_import(seed) as pull:
         released = target.release(seed.sid, request=seed.key)
         assert released.status == 200, released.text
         assert pull.done().status >= 400
-    finally:
-        target.test("fault", pull_delay_ms=0)
-    state = assert_balanced(target)
-    assert state["landing"] == 0
+        assert assert_balanced(target)["landing"] == 0
     until(lambda: not source.listener.get("/kvc/v1/transfers").json["leases"])
 
 

@@ -6,11 +6,12 @@ from .http import Answer, Client
 from .process import MODEL, PYTHON, Process, free_port
 
 READY_S = 240.0
-# The defaults need Triton, flashinfer, xgrammar and CUDA streams; float32: see scripts/engine/tiny_model.py.
+# The defaults need Triton, flashinfer, xgrammar and CUDA streams; float32: see scripts/engine/tiny_model.py. The memory
+# fraction only keeps SGLang's own estimate, made for GPUs, from overruling --max-total-tokens.
 ON_CPU = [
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
     "--grammar-backend", "none", "--disable-overlap-schedule", "--dtype", "float32", "--random-seed", "0",
-    "--skip-server-warmup", "--log-level", "info",
+    "--mem-fraction-static", "0.95", "--skip-server-warmup", "--log-level", "info",
 ]  # fmt: skip
 KINDS = {
     "plain": ["--disable-radix-cache"],

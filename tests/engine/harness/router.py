@@ -13,8 +13,9 @@ class Router(Generate):
     def __init__(self, name: str, workers, flags=()):
         self.name, self.port = name, free_port()
         self.http = Client(self.port)
+        self.workers = list(workers)
         self.command = [BINARY, "--listen", f"127.0.0.1:{self.port}"]
-        for role, url in workers:
+        for role, url in self.workers:
             self.command += ["--worker", f"role={role},url={url}"]
         self.command += list(flags)
         self._process: Process | None = None
@@ -25,11 +26,13 @@ class Router(Generate):
         self.process.wait_until(self.healthy, 30)
         return self
 
-    def healthy(self) -> bool:
+    def sees_all(self) -> bool:
+        """Every worker has told what it is."""
         try:
-            return self.http.get("/healthz", timeout_s=2).status == 200
-        except OSError:
+            seen = self.http.get("/v1/workers", timeout_s=2).json
+        except (OSError, ValueError):
             return False
+        return sum(w["health"] == "up" for w in seen) == len(self.workers)
 
     def state(self) -> dict:
         return self.http.get("/v1/router/state").json

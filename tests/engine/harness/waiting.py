@@ -1,11 +1,14 @@
 """Requests in the background, and waiting for something to be so, with a deadline."""
 
 import random
+import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from . import script
-from .module import Worker
+from .module import Seed, Worker
 
 
 class Background:
@@ -41,3 +44,20 @@ def opened(worker: Worker, sid: str, tokens: int = 400) -> list[int]:
     rnd = random.Random(sid)
     prompt = script.ids(rnd, tokens)
     return prompt + worker.generate(prompt, sid, n=6).tokens + script.ids(rnd, 30)
+
+
+@contextmanager
+def held_import(seed: Seed, deadline_ms: int = 20000) -> Iterator[Background]:
+    """An import caught while its KV is still coming in: the source is stopped in the middle of the prefill that it pulls
+    from (XFER-4), and goes on at the end of the block. Yields the running import."""
+    prefill = Background(seed.prefill)
+    pull = Background(seed.pull, deadline_ms=deadline_ms)
+    until(lambda: seed.target.state()["landing"] or pull.future.done())
+    seed.source.process.signal(signal.SIGSTOP)
+    try:
+        state = seed.target.state()
+        assert state["landing"], f"it was over before it could be caught: {pull.future}, {state}"
+        yield pull
+    finally:
+        seed.source.process.signal(signal.SIGCONT)
+        prefill.done()
