@@ -3,7 +3,10 @@
 use crate::{
     block,
     wire::{admit::Mode, reason::Reason},
-    worker::api::{CapacityRule, WorkerConfig},
+    worker::{
+        api::{CapacityRule, WorkerConfig},
+        mutation::off,
+    },
 };
 
 use super::Ledger;
@@ -57,7 +60,7 @@ pub fn decide(q: Question, ledger: &Ledger, config: &WorkerConfig) -> Result<Ver
         if q.resident.is_some() { append } else { q.input },
         q.growth,
     );
-    if ledger.used_with(q.unreclaimed, u64::from(need)) > ledger.limit() {
+    if ledger.used_with(q.unreclaimed, u64::from(need)) > ledger.limit() && !off!(Capacity) {
         return Err(full);
     }
     Ok(Verdict { mode, need })

@@ -9,7 +9,7 @@ use crate::{
     wire::reason::{Reason, Refusal},
 };
 
-use super::{Effect, Frees, Timer, Worker};
+use super::{Effect, Frees, Timer, Worker, mutation::off};
 
 impl Worker {
     /// Recomputes one session's part of the sums and its place in the order, and forgets what is not worth a record.
@@ -24,6 +24,7 @@ impl Worker {
             let own = copy.own(page);
             match copy.hold {
                 Hold::Free => marks.evictable = own,
+                Hold::Claimed(_) if off!(Claim) => marks.evictable = own,
                 Hold::Claimed(n) => marks.evictable = own - copy.own_below(n, page),
                 Hold::Lent => {}
                 Hold::Landing => marks.held = own,
@@ -100,10 +101,11 @@ impl Worker {
     /// OWN-7: revokes the session's leases that reach past `n`, but not those that follow `spare`.
     pub(super) fn revoke_past(&mut self, key: Key, n: u32, spare: Option<TurnId>) {
         for id in self.sessions[key].leases.clone() {
-            let past = self
-                .leases
-                .get(id)
-                .is_ok_and(|l| l.end > n && (spare.is_none() || l.follows != spare));
+            let past = !off!(RevokePastCut)
+                && self
+                    .leases
+                    .get(id)
+                    .is_ok_and(|l| l.end > n && (spare.is_none() || l.follows != spare));
             if past {
                 self.revoke(id);
             }

@@ -14,7 +14,7 @@ use crate::{
     },
 };
 
-use super::{Dropped, Effect, Identity, Timer, Token, Worker};
+use super::{Dropped, Effect, Identity, Timer, Token, Worker, mutation::off};
 
 impl Worker {
     /// Starts an import under a live seed or reseed grant.
@@ -183,7 +183,9 @@ impl Worker {
             return false;
         };
         self.timers.remove(&(import.deadline, Timer::Import(id)));
-        self.effects.push_back(Effect::FenceImport { import: id });
+        if !off!(FenceImport) {
+            self.effects.push_back(Effect::FenceImport { import: id });
+        }
         self.effects.push_back(Effect::EndLease { import: id });
         self.counters.refused(why.code);
         self.effects.push_back(Effect::ImportDone {

@@ -15,8 +15,11 @@ pub mod counters;
 mod grants;
 mod imports;
 mod leases;
+pub(crate) mod mutation;
 mod poll;
 mod room;
+#[cfg(test)]
+mod tests;
 mod turns;
 mod views;
 

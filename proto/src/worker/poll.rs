@@ -13,7 +13,7 @@ use crate::{
     wire::reason::{Reason, Refusal},
 };
 
-use super::{Command, Effect, Frees, ImportDone, Load, Snapshot, Timer, Worker};
+use super::{Command, Effect, Frees, ImportDone, Load, Snapshot, Timer, Worker, mutation::off};
 
 impl Worker {
     /// Takes the engine's numbers in and hands out what its thread has to do now.
@@ -78,6 +78,9 @@ impl Worker {
         let page = self.config.page_tokens;
         let mut frees = Frees::default();
         let mut pages = Table::of_slots(slots, page);
+        if off!(GiveBack) && !self.imports.contains_key(&import) {
+            return frees;
+        }
         let Some(found) = self.imports.get_mut(&import) else {
             return give_back(pages, prefix);
         };
@@ -183,6 +186,8 @@ impl Worker {
             frees.prefixes.push(old);
         }
         self.landing -= moved * page;
+        // They are the tree's now and nobody locks them; what it did not need is free.
+        self.ledger.freed(moved * page);
         frees
     }
 
@@ -252,7 +257,11 @@ impl Worker {
             .as_ref()
             .filter(|c| !session.doomed && c.identity == offer.identity);
         copy.map_or(0, |c| {
-            let common = history::common_prefix(&c.tokens, &offer.tokens);
+            let common = if off!(CutBeforeExtend) {
+                c.len().min(offer.len())
+            } else {
+                history::common_prefix(&c.tokens, &offer.tokens)
+            };
             c.usable(block::floor(common, self.config.page_tokens))
         })
     }

@@ -28,10 +28,13 @@ impl Worker {
             .order
             .resident()
             .filter_map(|(_, key)| self.sessions.get(key)?.copy.as_ref());
-        let pinned = self
+        // A dead import's older copy is pinned until the next poll.
+        let importing = self
             .imports
             .values()
-            .filter_map(|i| self.sessions.get(i.session)?.copy.as_ref());
+            .map(|i| i.session)
+            .chain(self.dropped.iter().map(|d| d.session));
+        let pinned = importing.filter_map(|key| self.sessions.get(key)?.copy.as_ref());
         copies
             .filter(|c| c.hold == Hold::Free)
             .chain(pinned.filter(|c| c.hold == Hold::Landing))

@@ -12,7 +12,7 @@ use crate::{
     },
 };
 
-use super::{Arrival, Effect, Frees, Matched, Prompt, Rollback, Timer, Token, Worker};
+use super::{Arrival, Effect, Frees, Matched, Prompt, Rollback, Timer, Token, Worker, mutation::off};
 
 impl Worker {
     /// A session's turn has reached the scheduler. Under its grant it takes the charge over; without one it is admitted
@@ -222,7 +222,7 @@ impl Worker {
         copy.table.replace_from_row(count, row, |index, old| {
             let covers = |id: &&_| all.get(**id).is_ok_and(|l| l.end.min(readable) > index * page);
             let covering: Vec<_> = leases.iter().filter(covers).copied().collect();
-            if covering.is_empty() {
+            if covering.is_empty() || off!(RetireUnderLease) {
                 frees.slots.push(old * page);
             } else {
                 quarantine.retire(old * page, covering);
@@ -341,6 +341,7 @@ impl Worker {
     fn take_over(&mut self, found: Option<Key>, arrival: &Arrival) -> Result<Option<ReservationId>, Refusal> {
         let Some(key) = found else { return Ok(None) };
         let busy = match self.sessions[key].state {
+            _ if off!(Busy) => return Ok(None),
             SessionState::Idle => return Ok(None),
             SessionState::Admitted(id) | SessionState::Importing(_, id) => {
                 let key = self.reservations.get(id).and_then(|r| r.key);
@@ -366,7 +367,7 @@ impl Worker {
             session
                 .copy
                 .as_ref()
-                .filter(|c| !session.doomed && c.identity == arrival.identity)
+                .filter(|c| !session.doomed && (c.identity == arrival.identity || off!(Identity)))
         });
         let (common, len) = match &arrival.prompt {
             Prompt::Full(tokens) => (
@@ -502,7 +503,9 @@ impl Worker {
             t.keep_prompt(self.sessions[key].copy.as_ref());
         }
         let prompt = std::mem::replace(&mut t.prompt, TurnPrompt::InCopy);
-        self.cut_copy(key, n, Some(turn), frees);
+        if !off!(Rewind) {
+            self.cut_copy(key, n, Some(turn), frees);
+        }
         let Some(copy) = &mut self.sessions[key].copy else {
             return;
         };
@@ -550,7 +553,9 @@ impl Worker {
         copy.table.extend_from_row(end, row);
         copy.table
             .cut(block::pages(restored, self.config.page_tokens), &mut frees.slots);
-        copy.tokens.truncate(restored as usize);
+        if !off!(Restore) {
+            copy.tokens.truncate(restored as usize);
+        }
         copy.readable = restored;
         copy.hold = Hold::Free;
         session.changed = polls;

@@ -33,6 +33,11 @@ impl Worker {
         self.draining
     }
 
+    /// Sessions known, live leases and running imports.
+    pub fn counts(&self) -> (usize, usize, usize) {
+        (self.sessions.len(), self.leases.len(), self.imports.len())
+    }
+
     /// Tokens of history held for the session; 0 if it has no KV here.
     pub fn history_len(&self, session: &SessionId) -> u32 {
         self.sessions.by_id(session).map_or(0, Session::resident)
@@ -130,6 +135,61 @@ impl Worker {
                 .map(|s| (s / page, PageState::Quarantined)),
         );
         states
+    }
+
+    /// Every incremental sum against its naive recomputation (ADM-7).
+    #[cfg(test)]
+    pub(super) fn check_sums(&self) {
+        let page = self.config.page_tokens;
+        let (mut evictable, mut pinned, mut reclaimable) = (0, 0, 0u64);
+        for key in self.sessions.keys() {
+            let session = &self.sessions[key];
+            reclaimable += u64::from(session.marks.reclaimable);
+            let Some(copy) = &session.copy else { continue };
+            let own = copy.table.len() * page - copy.shared.min(copy.table.len() * page);
+            match copy.hold {
+                Hold::Free => evictable += own,
+                Hold::Claimed(n) => evictable += own - (block::ceil(n, page).saturating_sub(copy.shared)).min(own),
+                Hold::Landing => pinned += own,
+                Hold::Lent => {}
+            }
+            let idle = session.state == crate::session::SessionState::Idle && session.leases.is_empty();
+            let counts = self.config.evict_idle && idle && copy.hold == Hold::Free && session.changed < self.polls;
+            assert_eq!(
+                session.marks.reclaimable,
+                if counts { own } else { 0 },
+                "{}",
+                session.id
+            );
+            assert_eq!(
+                session.marks.rank,
+                crate::session::evict::rank(session, session.marks.evictable > 0)
+            );
+        }
+        let landing: u32 = self
+            .imports
+            .values()
+            .filter_map(|i| i.phase.landing())
+            .map(|l| l.pages.len() * page)
+            .sum();
+        let dropped: usize = self
+            .dropped
+            .iter()
+            .filter_map(|d| d.landing.as_ref())
+            .map(|(s, _)| s.len())
+            .sum();
+        assert_eq!((evictable, pinned), (self.evictable, self.pinned));
+        assert_eq!(landing + dropped as u32 * page, self.landing);
+        let outstanding: u64 = self.reservations.iter().map(|(_, r)| r.charge.outstanding()).sum();
+        let (_, r, o) = self.ledger.sums();
+        assert_eq!((reclaimable, outstanding), (r, o));
+        for (_, reservation) in self.reservations.iter() {
+            assert!(
+                self.sessions
+                    .get(reservation.session)
+                    .is_some_and(|s| s.state != crate::session::SessionState::Idle)
+            );
+        }
     }
 
     fn view(&self, session: &Session, now: Now) -> SessionView {

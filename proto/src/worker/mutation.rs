@@ -1,0 +1,78 @@
+//! Safety checks that a test can switch off, to show that the random lives notice (kv-movement §6). Compiled into tests
+//! only: `off!(Check)` is `false` everywhere else.
+
+#[cfg(test)]
+pub(crate) use test::{Check, is_off, without};
+
+/// Whether a check is switched off.
+#[cfg(not(test))]
+macro_rules! off {
+    ($check:ident) => {
+        false
+    };
+}
+
+/// Whether a check is switched off.
+#[cfg(test)]
+macro_rules! off {
+    ($check:ident) => {
+        $crate::worker::mutation::is_off($crate::worker::mutation::Check::$check)
+    };
+}
+
+pub(crate) use off;
+
+#[cfg(test)]
+mod test {
+    use std::cell::Cell;
+
+    /// A check.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum Check {
+        /// OWN-7: leases past a cut are revoked.
+        RevokePastCut,
+        /// OWN-4: a replaced page under a lease is retired, not freed.
+        RetireUnderLease,
+        /// XFER-3: a revoked lease does not confirm.
+        ConfirmFailsWhenRevoked,
+        /// XFER-3: an older copy is cut to the common prefix before it is extended.
+        CutBeforeExtend,
+        /// SES-5: another identity ends the common prefix.
+        Identity,
+        /// ADM-6.
+        Capacity,
+        /// ADM-8.
+        Busy,
+        /// A claimed match is not evictable.
+        Claim,
+        /// F8, F9: an end without result goes back to what was restored.
+        Restore,
+        /// What lands for a dead import comes back.
+        GiveBack,
+        /// XFER-2: landing pages go back only by the poll after the fence.
+        FenceImport,
+        /// OWN-7: the copy is cut where the history diverges.
+        Rewind,
+    }
+
+    thread_local! {
+        static OFF: Cell<Option<Check>> = const { Cell::new(None) };
+    }
+
+    pub(crate) fn is_off(check: Check) -> bool {
+        OFF.get() == Some(check)
+    }
+
+    /// Runs `f` with one check switched off.
+    pub(crate) fn without<T>(check: Check, f: impl FnOnce() -> T) -> T {
+        struct On;
+        impl Drop for On {
+            fn drop(&mut self) {
+                OFF.set(None);
+            }
+        }
+        OFF.set(Some(check));
+        let _on = On;
+        f()
+    }
+}

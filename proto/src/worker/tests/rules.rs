@@ -1,0 +1,725 @@
+//! One story per rule, where no field report tells it.
+
+use std::time::Duration;
+
+use super::{
+    engine::{Engine, Reader, config, identity, name},
+    field::{ask, import_of, key, more, placed, tokens},
+};
+use crate::{
+    id::*,
+    wire::{
+        admit::{AdmitRequest, Mode, ReleaseRequest, ReleasedKv, Via},
+        reason::Reason,
+    },
+    worker::*,
+};
+
+pub(super) fn lease(e: &mut Engine, session: u8, n: u64) -> Result<LeaseId, Reason> {
+    let request = LeaseRequest {
+        session: name(session),
+        placement: placed(n).unwrap(),
+        incarnation: Incarnation(7),
+    };
+    match e.w.lease(&request, e.now).map_err(|r| r.code)? {
+        LeaseAnswer::Granted(grant) => {
+            let reader = Reader {
+                tokens: grant.tokens,
+                identity: grant.identity,
+                seen: Vec::new(),
+            };
+            e.readers.insert(grant.lease, reader);
+            e.effects();
+            Ok(grant.lease)
+        }
+        LeaseAnswer::Wait => Err(Reason::NotResident),
+    }
+}
+
+fn routed(
+    e: &mut Engine,
+    session: u8,
+    prompt: &[Token],
+    max_new: u32,
+    grant: Option<ReservationId>,
+) -> Result<TurnId, Reason> {
+    let mut arrival = Engine::arrival(session, identity(0), prompt.to_vec(), max_new);
+    (arrival.reservation, arrival.placement) = (grant, placed(1));
+    e.arrive(session, arrival, prompt.to_vec()).map_err(|r| r.code)
+}
+
+/// A seed by import, up to its commit.
+fn seeded(e: &mut Engine, session: u8, history: &[Token], request: u64) -> ReservationId {
+    let question = AdmitRequest {
+        via: Some(Via::Prefill),
+        ..ask(session, history.len() as u32, request)
+    };
+    let grant = e.w.admit(&question, e.now).reservation.unwrap();
+    let import = e.w.import(&name(session), &import_of(grant, 1), e.now).unwrap();
+    e.offer(import, session, identity(0), history.to_vec(), 50);
+    e.poll();
+    e.pull_all(import);
+    e.confirmed(import);
+    e.poll();
+    e.check();
+    grant
+}
+
+/// ADM-1..6: the modes and the reasons.
+#[test]
+fn modes_and_reasons_follow_residence_append_and_room() {
+    let mut e = Engine::new(config(1000, 1));
+    let question = |turn, input, append| AdmitRequest {
+        turn,
+        append_tokens: append,
+        ..ask(0, input, u64::from(input))
+    };
+    assert_eq!(e.w.admit(&question(0, 200, 200), e.now).mode, Some(Mode::Seed), "ADM-4");
+    e.w.release(&name(0), &ReleaseRequest::default(), e.now);
+    assert_eq!(e.w.admit(&question(3, 201, 9), e.now).mode, Some(Mode::Reseed), "ADM-4");
+    e.w.release(&name(0), &ReleaseRequest::default(), e.now);
+    let history = e.turn(0, &tokens(1, 300), 10);
+    e.poll();
+    let held = history.len() as u32 - 1;
+    let answer = e.w.admit(&question(1, held + 50, 1), e.now);
+    assert_eq!(
+        (answer.mode, answer.resident_tokens),
+        (Some(Mode::Direct), held),
+        "ADM-1"
+    );
+    e.w.release(&name(0), &ReleaseRequest::default(), e.now);
+    let large = question(1, held + 251, 1);
+    assert_eq!(
+        e.w.admit(&large, e.now).reason,
+        Some(Reason::RealLargeAppend),
+        "ADM-2, the worker counts for itself"
+    );
+    let via = AdmitRequest {
+        via: Some(Via::Prefill),
+        ..large.clone()
+    };
+    assert_eq!(e.w.admit(&via, e.now).mode, Some(Mode::Reseed), "DISP-6");
+    e.w.release(&name(0), &ReleaseRequest::default(), e.now);
+    // Another request takes the room.
+    assert!(e.w.admit(&ask(1, 880, 90), e.now).can_admit);
+    assert_eq!(
+        e.w.admit(&question(1, held + 52, 1), e.now).reason,
+        Some(Reason::NoDCapacity),
+        "ADM-3"
+    );
+    assert_eq!(
+        e.w.admit(&ask(2, 500, 91), e.now).reason,
+        Some(Reason::SessionNotResidentNoCapacity),
+        "ADM-5"
+    );
+    assert_eq!(
+        e.w.admit(&ask(3, 945, 92), e.now).reason,
+        Some(Reason::TooLarge),
+        "ADM-6: not even in an empty worker"
+    );
+    let bad = AdmitRequest {
+        append_tokens: 7,
+        ..ask(3, 6, 93)
+    };
+    assert_eq!(e.w.admit(&bad, e.now).reason, Some(Reason::BadRequest));
+    e.w.set_draining(true);
+    assert_eq!(
+        e.w.admit(&ask(3, 6, 94), e.now).reason,
+        Some(Reason::Draining),
+        "ADM-12"
+    );
+}
+
+/// ADM-6: `paper` charges the input as printed, a resident prefix included.
+#[test]
+fn the_printed_rule_charges_the_resident_prefix_again() {
+    let mut charged = Vec::new();
+    for rule in [CapacityRule::Growth, CapacityRule::Paper] {
+        let mut e = Engine::new(WorkerConfig {
+            rule,
+            ..config(1000, 1)
+        });
+        e.turn(0, &tokens(1, 300), 10);
+        e.poll();
+        let question = AdmitRequest {
+            append_tokens: 20,
+            ..ask(0, 320, 1)
+        };
+        let before = e.w.load(None).used;
+        charged.push(e.w.admit(&question, e.now).load.used - before);
+    }
+    // Own pages that stop being evictable: 9; then append 20, the resident one's last token and growth 10, or the input.
+    assert_eq!(charged, vec![9 + 20 + 10, 9 + 320]);
+}
+
+/// ADM-7, ADM-9: idle sessions count as room, leased and admitted ones do not; off, none does.
+#[test]
+fn idle_sessions_are_room_until_they_are_used() {
+    for evict_idle in [true, false] {
+        let mut e = Engine::new(WorkerConfig {
+            evict_idle,
+            ..config(1000, 1)
+        });
+        let mut arrival = Engine::arrival(0, identity(0), tokens(1, 50), 0);
+        arrival.placement = placed(1);
+        let id = e.arrive(0, arrival, tokens(1, 50)).unwrap();
+        e.finish(id, 0);
+        let history = e.turn(0, &more(&tokens(1, 50), 2, 100), 1);
+        e.poll();
+        assert_eq!(history.len(), 151);
+        assert_eq!(e.w.load(None).used, if evict_idle { 0 } else { 100 });
+        lease(&mut e, 0, 1).unwrap();
+        assert_eq!(e.w.load(None).used, 100, "leased");
+        e.quiesce();
+    }
+}
+
+/// ADM-8: one turn of a session at a time, whoever asks.
+#[test]
+fn a_granted_session_is_busy_for_every_other_request() {
+    let mut e = Engine::new(config(1000, 1));
+    assert!(e.w.admit(&ask(0, 100, 1), e.now).can_admit);
+    assert_eq!(e.w.admit(&ask(0, 100, 2), e.now).reason, Some(Reason::SessionBusy));
+    assert_eq!(
+        e.say(0, &tokens(1, 100), 5).unwrap_err().code,
+        Reason::SessionBusy,
+        "a direct client too"
+    );
+    let later = AdmitRequest {
+        key: RequestKey { attempt: 1, ..key(1) },
+        ..ask(0, 100, 1)
+    };
+    let second = e.w.admit(&later, e.now);
+    assert!(
+        second.can_admit,
+        "the same request's next probe takes its own grant's place"
+    );
+    assert_eq!(
+        e.w.admit(&ask(0, 100, 1), e.now).reason,
+        Some(Reason::Released),
+        "the first probe is over"
+    );
+    assert_eq!(second.load.used, 110, "charged once");
+}
+
+/// ADM-10: the same id gets the same grant; a release before the admit leaves a tombstone.
+#[test]
+fn grants_are_idempotent_and_releases_overtake() {
+    let mut e = Engine::new(config(1000, 1));
+    let first = e.w.admit(&ask(0, 100, 1), e.now);
+    e.now = e.now + Duration::from_secs(10);
+    let again = e.w.admit(&ask(0, 100, 1), e.now);
+    assert_eq!((again.reservation, again.load.used), (first.reservation, 110));
+    assert_eq!((first.deadline_ms, again.deadline_ms), (Some(30_000), Some(20_000)));
+    let released = e.w.release(
+        &name(1),
+        &ReleaseRequest {
+            request: Some(key(9)),
+            drop_kv: false,
+        },
+        e.now,
+    );
+    assert_eq!((released.released, released.kv), (false, ReleasedKv::Kept));
+    assert_eq!(e.w.admit(&ask(1, 100, 9), e.now).reason, Some(Reason::Released));
+    assert_eq!(e.w.load(Some(RouterId(1))).highest_request, 9, "EAR-7");
+}
+
+/// ADM-10: a reservation lapses without a sign of life; its turn is then admitted afresh.
+#[test]
+fn a_lapsed_reservation_leaves_the_session_idle_and_its_turn_is_admitted_afresh() {
+    let mut e = Engine::new(config(1000, 1));
+    let grant = e.w.admit(&ask(0, 100, 1), e.now).reservation;
+    e.now = e.w.poll_timeout().unwrap();
+    e.w.handle_timeout(e.now);
+    assert_eq!((e.w.load(None).used, e.w.counters().lapses), (0, 1));
+    let id = routed(&mut e, 0, &tokens(1, 100), 10, grant).unwrap();
+    assert_eq!(e.w.load(None).used, 110);
+    e.finish(id, 5);
+    assert_eq!(e.w.counters().afresh, 1);
+    e.quiesce();
+}
+
+/// ADM-10: signs of life of an import renew the reservation.
+#[test]
+fn an_import_keeps_its_reservation_alive() {
+    let mut e = Engine::new(config(1000, 1));
+    let grant = e.w.admit(&ask(0, 100, 1), e.now).reservation.unwrap();
+    let wait = Duration::from_secs(25);
+    e.now = e.now + wait;
+    let request = crate::wire::admit::ImportRequest {
+        deadline_ms: 200_000,
+        ..import_of(grant, 1)
+    };
+    let import = e.w.import(&name(0), &request, e.now).unwrap();
+    e.now = e.now + wait;
+    e.w.handle_timeout(e.now);
+    e.offer(import, 0, identity(0), tokens(1, 100), 0);
+    e.poll();
+    for pulled in [1, 2] {
+        e.now = e.now + wait;
+        e.w.handle_timeout(e.now);
+        e.w.pull_progress(import, pulled, e.now);
+    }
+    assert_eq!(e.w.counters().lapses, 0);
+    e.now = e.now + Duration::from_secs(31);
+    e.w.handle_timeout(e.now);
+    e.effects();
+    assert_eq!(e.w.counters().lapses, 1);
+    assert!(matches!(&e.done[..], [(_, Err(why))] if why.code == Reason::DeadlineExceeded));
+    e.poll();
+    assert_eq!(e.w.load(None).used, 0);
+    e.quiesce();
+}
+
+/// ADM-14: the worker is the authority when the tokens are there: it grows or shrinks the charge, or refuses.
+#[test]
+fn an_estimate_is_corrected_on_arrival() {
+    let mut e = Engine::new(config(1000, 1));
+    let estimate = AdmitRequest {
+        estimated: true,
+        ..ask(0, 300, 1)
+    };
+    let grant = e.w.admit(&estimate, e.now).reservation;
+    let id = routed(&mut e, 0, &tokens(1, 200), 10, grant).unwrap();
+    assert_eq!((e.w.load(None).used, e.w.counters().estimates_wrong), (210, 1));
+    e.finish(id, 5);
+    // Too much is refused, typed, before any work; the session is idle and uncharged.
+    assert!(e.w.admit(&ask(1, 400, 2), e.now).can_admit);
+    let grant = e.w.admit(&ask(2, 100, 3), e.now).reservation;
+    let refused = routed(&mut e, 2, &tokens(3, 800), 10, grant);
+    assert_eq!(refused, Err(Reason::SessionNotResidentNoCapacity));
+    assert_eq!(e.w.session(&name(2), e.now).unwrap().state, "evicted");
+    // A client without a router is never refused for size, nor is a prefill-only turn.
+    e.say(3, &tokens(4, 900), 10).unwrap();
+    routed(&mut e, 4, &tokens(5, 900), 0, None).unwrap();
+    assert_eq!(
+        routed(&mut e, 5, &tokens(6, 200), 10, None),
+        Err(Reason::SessionNotResidentNoCapacity)
+    );
+    e.quiesce();
+}
+
+/// ADM-7, contract: a seed is charged input and growth until its turn has finished.
+#[test]
+fn a_seed_is_charged_from_grant_to_finish() {
+    let mut e = Engine::new(config(1000, 1));
+    let history = tokens(1, 200);
+    let grant = seeded(&mut e, 0, &history, 1);
+    assert_eq!(e.w.history_len(&name(0)), 200);
+    assert_eq!(e.w.session(&name(0), e.now).unwrap().state, "admitted");
+    assert_eq!(e.w.load(None).used, 210);
+    let id = routed(&mut e, 0, &more(&history, 2, 3), 10, Some(grant)).unwrap();
+    assert!(matches!(
+        e.matched(id),
+        Matched::Session {
+            tokens: 200,
+            shared: 50,
+            ..
+        }
+    ));
+    assert!(e.start(id, 1000));
+    e.poll();
+    assert!((213..=223).contains(&e.w.load(None).used), "{}", e.w.load(None).used);
+    e.commit(id);
+    e.poll();
+    assert_eq!(e.w.load(None).used, 0);
+    e.quiesce();
+}
+
+/// OWN-2, contract: what the engine sees does not change on a service thread.
+#[test]
+fn service_calls_leave_the_engines_numbers_alone() {
+    let mut e = Engine::new(config(1000, 1));
+    e.turn(0, &tokens(1, 100), 50);
+    let numbers = (e.w.evictable(), e.w.held());
+    let steps: [fn(&mut Engine); 3] = [
+        |e| assert!(e.w.admit(&ask(0, 160, 1), e.now).can_admit),
+        |e| drop(lease(e, 0, 1)),
+        |e| {
+            drop(e.w.release(
+                &name(0),
+                &ReleaseRequest {
+                    request: None,
+                    drop_kv: true,
+                },
+                e.now,
+            ))
+        },
+    ];
+    for step in steps {
+        step(&mut e);
+        e.effects();
+        assert_eq!((e.w.evictable(), e.w.held()), numbers);
+    }
+    e.poll();
+    assert_eq!(e.w.evictable(), 0, "the poll frees what was released");
+    e.quiesce();
+}
+
+/// OWN-4: every page the module owns is in one state.
+#[test]
+fn page_states_follow_the_turn() {
+    use crate::block::PageState::*;
+    let mut e = Engine::new(config(640, 16));
+    let count = |e: &Engine, state| e.w.page_states().values().filter(|s| **s == state).count();
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 64), 0);
+    arrival.placement = placed(1);
+    let id = e.arrive(0, arrival, tokens(1, 64)).unwrap();
+    e.finish(id, 0);
+    let history = e.turn(0, &more(&tokens(1, 64), 2, 64), 1);
+    assert_eq!(count(&e, Held), 4);
+    lease(&mut e, 0, 1).unwrap();
+    assert_eq!(count(&e, Reading), 4);
+    let id = e.say(0, &more(&history[..100], 3, 10), 1).unwrap();
+    assert!(e.start(id, 1000));
+    assert_eq!(
+        (count(&e, Lent), count(&e, Reading)),
+        (3, 0),
+        "OWN-7: the lease past the cut is revoked"
+    );
+    let grant = e.w.admit(&ask(1, 64, 9), e.now).reservation.unwrap();
+    let import = e.w.import(&name(1), &import_of(grant, 1), e.now).unwrap();
+    e.offer(import, 1, identity(0), tokens(7, 64), 0);
+    e.poll();
+    assert_eq!(count(&e, Landing), 4);
+    e.quiesce();
+}
+
+/// OWN-5: inside a page only if no lease covers a slot at or past the cut; else the match is rounded down.
+#[test]
+fn a_lease_past_the_cut_rounds_the_match_to_a_page() {
+    let mut e = Engine::new(config(640, 16));
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 100), 0);
+    arrival.placement = placed(1);
+    let id = e.arrive(0, arrival, tokens(1, 100)).unwrap();
+    e.finish(id, 0);
+    let longer = e.turn(0, &more(&tokens(1, 100), 2, 30), 1);
+    let held = lease(&mut e, 0, 1).unwrap();
+    e.look(held);
+    // At the cut: the lease ends where the append begins, the page may be appended to while it is read.
+    let id = e.say(0, &more(&longer[..130], 3, 10), 1).unwrap();
+    assert!(matches!(e.matched(id), Matched::Session { tokens: 130, .. }));
+    e.cancel(id);
+    // Past the cut.
+    let id = e.say(0, &more(&longer[..120], 4, 10), 1).unwrap();
+    assert!(matches!(e.matched(id), Matched::Session { tokens: 112, .. }));
+    e.finish(id, 1);
+    e.check();
+    assert!(e.w.confirm(held, e.now).is_err());
+    e.quiesce();
+}
+
+/// OWN-5, XFER-4: committed slots are read while the next turn runs, and that lease still confirms.
+#[test]
+fn an_append_does_not_disturb_a_reader_of_what_was_committed() {
+    let mut e = Engine::new(config(640, 16));
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 100), 0);
+    arrival.placement = placed(1);
+    let id = e.arrive(0, arrival, tokens(1, 100)).unwrap();
+    e.finish(id, 0);
+    let held = lease(&mut e, 0, 1).unwrap();
+    let id = e.say(0, &more(&tokens(1, 100), 2, 30), 5).unwrap();
+    // Page 96..112 is the session's own and no lease covers token 100: the append starts inside it.
+    assert!(matches!(e.matched(id), Matched::Session { tokens: 100, .. }));
+    assert!(e.start(id, 20));
+    e.look(held);
+    e.finish_running(id);
+    assert!(e.w.confirm(held, e.now).is_ok());
+    e.check();
+    e.quiesce();
+}
+
+/// OWN-7, SES-4: below the cut nothing is invalid: a lease on [0, n) lives on; the rewind number grows.
+#[test]
+fn a_rewind_spares_what_lies_below_it() {
+    let mut e = Engine::new(config(640, 1));
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 60), 0);
+    arrival.placement = placed(1);
+    let id = e.arrive(0, arrival, tokens(1, 60)).unwrap();
+    e.finish(id, 0);
+    let short = lease(&mut e, 0, 1).unwrap();
+    let history = e.turn(0, &more(&tokens(1, 60), 2, 40), 1);
+    let long = lease(&mut e, 0, 1).unwrap();
+    assert_eq!(e.w.session(&name(0), e.now).unwrap().epoch.unwrap().rewind, 0);
+    e.turn(0, &more(&history[..70], 3, 10), 1);
+    assert_eq!(e.w.session(&name(0), e.now).unwrap().epoch.unwrap().rewind, 1);
+    assert!(e.w.confirm(short, e.now).is_ok());
+    assert_eq!(e.w.confirm(long, e.now).unwrap_err().code, Reason::LeaseRevoked);
+    e.quiesce();
+}
+
+/// SES-3: leases on idle sessions are revoked, and at last a waiting turn's own copy is dropped, until a turn can run.
+#[test]
+fn nothing_that_idles_can_stop_a_running_turn() {
+    let mut e = Engine::new(config(640, 16));
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 200), 0);
+    arrival.placement = placed(1);
+    let id = e.arrive(0, arrival, tokens(1, 200)).unwrap();
+    e.finish(id, 0);
+    let history = e.turn(0, &more(&tokens(1, 200), 2, 100), 1);
+    let held = lease(&mut e, 0, 1).unwrap();
+    let waiting = e.say(0, &more(&history, 3, 300), 5).unwrap();
+    assert!(e.make_room(640 / 16), "the leased copy of a waiting turn can be had");
+    assert!(e.fenced.contains(&held));
+    assert_eq!(e.matched(waiting), Matched::Tree);
+    let history = e.finish(waiting, 1);
+    let waiting = e.say(0, &more(&history, 4, 5), 5).unwrap();
+    let frees = e.w.unwedge(waiting, e.now);
+    e.take_back(frees);
+    assert_eq!((e.w.evictable(), e.matched(waiting)), (0, Matched::Tree));
+    e.finish(waiting, 1);
+    e.quiesce();
+}
+
+/// SES-3: what one session holds after a turn is cut to the cap.
+#[test]
+fn a_session_keeps_no_more_than_its_cap() {
+    let mut e = Engine::new(WorkerConfig {
+        session_cap: 100,
+        ..config(640, 16)
+    });
+    let history = e.turn(0, &tokens(1, 50), 1);
+    let history = e.turn(0, &more(&history, 2, 90), 10);
+    e.check();
+    assert_eq!((e.w.history_len(&name(0)), e.w.counters().over_cap), (96, 1));
+    e.turn(0, &more(&history, 3, 10), 1);
+    e.quiesce();
+}
+
+/// SES-4: messages of an older placement, or of the same number from another store, are stale.
+#[test]
+fn an_older_placement_is_stale_everywhere() {
+    let mut e = Engine::new(config(640, 1));
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 60), 0);
+    arrival.placement = placed(5);
+    let id = e.arrive(0, arrival.clone(), tokens(1, 60)).unwrap();
+    e.finish(id, 0);
+    let conflict = Some(Placement {
+        n: 5,
+        store: StoreId(2),
+    });
+    for wrong in [placed(4), conflict] {
+        let question = AdmitRequest {
+            placement: wrong,
+            ..ask(0, 70, wrong.unwrap().n)
+        };
+        assert_eq!(e.w.admit(&question, e.now).reason, Some(Reason::StaleEpoch));
+        arrival.placement = wrong;
+        assert_eq!(
+            e.arrive(0, arrival.clone(), tokens(1, 60)).unwrap_err().code,
+            Reason::StaleEpoch
+        );
+        let request = LeaseRequest {
+            session: name(0),
+            placement: wrong.unwrap(),
+            incarnation: Incarnation(7),
+        };
+        assert_eq!(e.w.lease(&request, e.now).unwrap_err().code, Reason::StaleEpoch);
+    }
+    assert_eq!(
+        lease(&mut e, 0, 6),
+        Err(Reason::NotResident),
+        "a newer one waits for its turn"
+    );
+    // A refusal does not take the placement over, a grant does.
+    let newer = AdmitRequest {
+        placement: placed(6),
+        ..ask(0, 5000, 20)
+    };
+    assert_eq!(e.w.admit(&newer, e.now).reason, Some(Reason::TooLarge));
+    assert!(lease(&mut e, 0, 5).is_ok());
+    let newer = AdmitRequest {
+        placement: placed(6),
+        ..ask(0, 70, 21)
+    };
+    assert_eq!(e.w.admit(&newer, e.now).epoch.unwrap().placement, placed(6).unwrap());
+    e.quiesce();
+}
+
+/// SES-4, DISP-3: P holds a replica; a prefill-only turn under a new placement appends to it and its lease follows.
+#[test]
+fn a_prefill_worker_serves_a_reseed_under_its_new_placement() {
+    let mut e = Engine::new(config(640, 16));
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 60), 0);
+    arrival.placement = placed(5);
+    let id = e.arrive(0, arrival.clone(), tokens(1, 60)).unwrap();
+    e.finish(id, 0);
+    let prompt = more(&tokens(1, 60), 2, 100);
+    (arrival.placement, arrival.prompt) = (placed(6), Prompt::Full(prompt.clone()));
+    let id = e.arrive(0, arrival, prompt.clone()).unwrap();
+    let held = lease(&mut e, 0, 6).unwrap();
+    assert_eq!(e.readers[&held].tokens.len(), 160, "all prompt tokens, readable or not");
+    assert_eq!(e.w.lease_view(held, 0).unwrap().slots.len(), 0);
+    assert!(e.start(id, 0));
+    e.look(held);
+    assert_eq!(e.readers[&held].seen.len(), 60, "what was restored is readable at once");
+    e.finish_running(id);
+    e.look(held);
+    assert!(e.w.confirm(held, e.now).is_ok());
+    e.check();
+    e.quiesce();
+}
+
+/// SES-5: another adapter or salt shares nothing.
+#[test]
+fn another_identity_ends_the_common_prefix() {
+    let mut e = Engine::new(config(640, 1));
+    let history = e.turn(0, &tokens(1, 60), 5);
+    let arrival = Engine::arrival(0, identity(1), history.clone(), 5);
+    let id = e.arrive(0, arrival, history).unwrap();
+    assert_eq!(e.matched(id), Matched::Tree);
+    e.finish(id, 1);
+    e.check();
+    e.quiesce();
+}
+
+/// SES-6: an import pulls only what neither the tree nor an older copy has, and shares the first prompt.
+#[test]
+fn an_import_pulls_only_the_rest() {
+    let mut e = Engine::new(config(640, 16));
+    let system = tokens(1, 64);
+    e.turn(0, &system, 1);
+    let first = more(&system, 2, 60);
+    seeded(&mut e, 1, &first, 1);
+    let done = |e: &Engine| e.done.last().unwrap().1.clone().unwrap();
+    assert_eq!(
+        done(&e),
+        ImportDone {
+            resident: 124,
+            pulled: 60
+        },
+        "the tree had 64"
+    );
+    assert_eq!(e.w.session(&name(1), e.now).unwrap().shared, 64);
+    e.w.release(&name(1), &ReleaseRequest::default(), e.now);
+    // The older copy diverges at token 100: cut there (to a page edge), then extended; never spliced (XFER-3).
+    let second = more(&first[..100], 3, 80);
+    seeded(&mut e, 1, &second, 2);
+    assert_eq!(
+        done(&e),
+        ImportDone {
+            resident: 180,
+            pulled: 180 - 96
+        }
+    );
+    let id = e.say(1, &more(&second, 4, 5), 5).map_err(|r| r.code);
+    assert_eq!(id, Err(Reason::SessionBusy), "admitted to its grant");
+    e.w.release(&name(1), &ReleaseRequest::default(), e.now);
+    e.turn(1, &more(&second, 4, 5), 5);
+    e.check();
+    e.quiesce();
+}
+
+/// XFER-3: nothing is visible before the confirmation, and a refused one drops everything.
+#[test]
+fn an_unconfirmed_import_is_dropped() {
+    let mut e = Engine::new(config(640, 16));
+    let grant = e.w.admit(&ask(0, 100, 1), e.now).reservation.unwrap();
+    let import = e.w.import(&name(0), &import_of(grant, 1), e.now).unwrap();
+    assert_eq!(
+        e.w.import(&name(0), &import_of(grant, 1), e.now).unwrap_err().code,
+        Reason::ImportRunning
+    );
+    e.offer(import, 0, identity(0), tokens(1, 100), 32);
+    e.poll();
+    e.pull_all(import);
+    assert_eq!(e.w.history_len(&name(0)), 0);
+    e.w.import_failed(
+        import,
+        crate::wire::reason::Refusal::new(Reason::LeaseRevoked, "test"),
+        e.now,
+    );
+    e.effects();
+    e.poll();
+    assert_eq!((e.w.history_len(&name(0)), e.w.held()), (0, 0));
+    // The grant lives on: the turn may come and be prefilled here.
+    let id = routed(&mut e, 0, &tokens(1, 100), 10, Some(grant)).unwrap();
+    e.finish(id, 5);
+    e.quiesce();
+}
+
+/// XFER-4: the lease of a turn that leaves before it begins is revoked too.
+#[test]
+fn a_cancelled_turn_revokes_the_lease_that_follows_it() {
+    let mut e = Engine::new(config(640, 1));
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 60), 0);
+    arrival.placement = placed(5);
+    let id = e.arrive(0, arrival, tokens(1, 60)).unwrap();
+    let held = lease(&mut e, 0, 5).unwrap();
+    assert_eq!(e.w.confirm(held, e.now).unwrap_err().code, Reason::RangeNotReadable);
+    e.cancel(id);
+    assert_eq!(e.w.confirm(held, e.now).unwrap_err().code, Reason::LeaseRevoked);
+    e.quiesce();
+}
+
+/// XFER-2, XFER-7: a lease ends without renewal, and in any case after its longest life; then it does not confirm.
+#[test]
+fn a_silent_reader_loses_its_lease() {
+    let mut e = Engine::new(config(640, 1));
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 60), 0);
+    arrival.placement = placed(5);
+    let id = e.arrive(0, arrival, tokens(1, 60)).unwrap();
+    e.finish(id, 0);
+    let held = lease(&mut e, 0, 5).unwrap();
+    for _ in 0..14 {
+        e.now = e.now + Duration::from_secs(4);
+        e.w.handle_timeout(e.now);
+        e.w.renew(held, e.now).unwrap();
+    }
+    e.now = e.now + Duration::from_secs(4);
+    // The timer has not been served yet: the deadline holds all the same.
+    assert_eq!(
+        e.w.confirm(held, e.now).unwrap_err().code,
+        Reason::LeaseRevoked,
+        "60 s are its longest life"
+    );
+    let held = lease(&mut e, 0, 5).unwrap();
+    e.now = e.w.poll_timeout().unwrap();
+    e.w.handle_timeout(e.now);
+    e.effects();
+    assert!(e.fenced.contains(&held));
+    assert_eq!(e.w.lease_view(held, 0).unwrap_err().code, Reason::LeaseRevoked);
+    assert_eq!(e.w.lease_view(LeaseId(1), 0).unwrap_err().code, Reason::LeaseUnknown);
+    e.quiesce();
+}
+
+/// Flush (engines §1): everything is forgotten but the names; it never fails.
+#[test]
+fn a_flush_fences_everything_and_succeeds() {
+    let mut e = Engine::new(config(640, 16));
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 60), 0);
+    arrival.placement = placed(1);
+    let id = e.arrive(0, arrival, tokens(1, 60)).unwrap();
+    e.finish(id, 0);
+    let held = lease(&mut e, 0, 1).unwrap();
+    let grant = e.w.admit(&ask(1, 100, 1), e.now).reservation.unwrap();
+    let import = e.w.import(&name(1), &import_of(grant, 1), e.now).unwrap();
+    e.offer(import, 1, identity(0), tokens(2, 100), 32);
+    e.poll();
+    let waiting = e.say(0, &more(&tokens(1, 60), 3, 10), 5).unwrap();
+    e.flush();
+    e.check();
+    assert_eq!((e.w.evictable(), e.w.held()), (0, 0));
+    assert!(e.fenced.contains(&held) && e.done.len() == 1);
+    assert_eq!(e.matched(waiting), Matched::Tree);
+    e.finish(waiting, 2);
+    assert_eq!(e.w.sessions(None, 10, e.now).total, 2);
+    e.quiesce();
+}
+
+/// SES-1: remembered names are bounded; the oldest go first.
+#[test]
+fn only_so_many_names_are_remembered() {
+    let mut e = Engine::new(WorkerConfig {
+        remembered: 3,
+        ..config(640, 1)
+    });
+    for session in 0..10 {
+        e.turn(session, &tokens(u32::from(session), 50), 1);
+    }
+    assert!(e.make_room(640));
+    let list = e.w.sessions(None, 100, e.now);
+    let names: Vec<_> = list.sessions.iter().map(|s| s.session_id.to_string()).collect();
+    assert_eq!(names, ["s7", "s8", "s9"]);
+    e.quiesce();
+}
