@@ -305,7 +305,7 @@ impl Shared {
 
     /// What `GET /kvc/v1/info` answers.
     pub(crate) fn info(&self) -> WorkerInfo {
-        let (load, draining) = self.call(|worker, _| (worker.load(None), false));
+        let (load, draining) = self.call(|worker, _| (worker.load(None), worker.draining()));
         WorkerInfo {
             incarnation: self.incarnation,
             role: self.config.role,

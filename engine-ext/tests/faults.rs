@@ -96,12 +96,37 @@ fn an_exporter_that_dies_mid_pull_costs_only_the_import() {
 
 #[test]
 fn an_importer_that_dies_mid_pull_holds_nothing_beyond_its_lease() {
-    // XFER-7, F12: nobody says that the lease is over.
-    let (mut p, mut d) = (engine(&[("lease_ms", "300")], 16), engine(&[], 16));
-    let (turn, ..) = mid_pull(&mut p, &mut d);
-    assert_eq!(leases(&p), 1);
-    drop(d);
+    // XFER-7, F12: its control connection breaks and is never made again, so that nobody ends the lease.
+    let (mut p, mut d) = (engine(&[("lease_ms", "400")], 16), engine(&[], 16));
+    let control = Proxy::start(p.engine().peer_listen()).unwrap();
+    let prompt = tokens(7, 180);
+    d.step();
+    let reservation = admit(&d, &question("s", 0, 180, 180, 1, 1), "seed");
+    let mut turn = p.arrive("s", &prompt, 0, None, Some(placement(1))).unwrap();
+    p.prefill(&mut turn, 64);
+    let order = order_from(
+        reservation,
+        1,
+        control.endpoint().parse().unwrap(),
+        p.engine().incarnation(),
+        20_000,
+    );
+    let answer = import(&d, "s", &order);
+    until("the first chunk is pulled", || {
+        d.step();
+        pulled(&d) >= 64
+    });
+    std::thread::sleep(Duration::from_millis(600));
+    assert_eq!(leases(&p), 1, "renewed beyond its first life");
+    drop(control);
+    assert!(answered(&mut d, answer).0 >= 400);
+    assert!(d.drain(), "pages leaked");
     until("the lease has expired", || leases(&p) == 0);
+    let expired = client(&p).get("/metrics").unwrap().1;
+    assert!(
+        expired.as_str().unwrap().contains("kvc_leases_expired_total 1"),
+        "{expired}"
+    );
     p.finish(turn, &[]);
     p.step();
     assert!(p.drain(), "pages leaked");

@@ -73,6 +73,33 @@ fn what_the_importer_has_is_not_pulled_again() {
 }
 
 #[test]
+fn an_importer_ahead_of_the_prefill_waits() {
+    // XFER-4, SES-6: it has the shared prefix already and asks for tokens that the peer has not begun to compute.
+    let (mut p, mut d) = (engine(&[], 16), engine(&[], 16));
+    let system = tokens(1, 96);
+    d.run("other", &system, &[1]).unwrap();
+    let mut prompt = system;
+    prompt.extend(tokens(2, 64));
+    let reservation = admit(&d, &question("s", 0, 160, 160, 1, 1), "seed");
+    let mut turn = p.arrive("s", &prompt, 0, None, Some(placement(1))).unwrap();
+    let answer = import(&d, "s", &order(reservation, 1, &p, 20_000));
+    until("the import waits for bytes", || {
+        d.step();
+        transfers(&d)["imports"][0]["phase"] == "pulling" || answer.is_finished()
+    });
+    p.prefill(&mut turn, 40);
+    p.finish(turn, &[]);
+    let (status, body) = answered(&mut d, answer);
+    assert_eq!(
+        (status, &body["pulled_tokens"]),
+        (200, &serde_json::json!(64)),
+        "{body}"
+    );
+    compare(&mut d, "s", &prompt, reservation, 1);
+    assert!(p.drain() && d.drain());
+}
+
+#[test]
 fn a_reseed_pulls_only_what_is_missing() {
     // DISP-6, OWN-7: the importer holds a prefix of its own session already.
     let (mut p, mut d) = (engine(&[], 16), engine(&[("max_uncached_tokens", "32")], 16));

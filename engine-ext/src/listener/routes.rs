@@ -74,16 +74,16 @@ async fn info(State(shared): State<Arc<Shared>>) -> Response<Body> {
 async fn metrics(State(shared): State<Arc<Shared>>) -> Answer {
     // Formatting takes longer than an admission: not on the listener's thread.
     let page = shared.runtime.clone().spawn(async move {
-        let scrape = shared.call(|worker, now| {
-            let transfers = worker.transfers(now);
+        let scrape = shared.call(|worker, _| {
+            let (sessions, leases, imports) = worker.counts();
             Scrape {
                 counters: worker.counters().clone(),
                 load: worker.load(None),
                 held: worker.held(),
                 evictable: worker.evictable(),
-                sessions: worker.sessions(None, 0, now).total,
-                imports: transfers.imports.len(),
-                leases: transfers.leases.len(),
+                sessions: sessions as u64,
+                imports,
+                leases,
             }
         });
         shared.metrics.page(scrape)

@@ -119,7 +119,9 @@ impl Peers {
         }
         let channel = endpoint.connect().await.map_err(|e| unreachable(address, &e))?;
         let mut client = PeerClient::new(channel).max_decoding_message_size(MESSAGE_MAX);
-        let said = challenge(shared, &mut client, address).await?;
+        let said = challenge(shared, &mut client, address)
+            .await
+            .map_err(|why| self.distrusted(why))?;
         let hello = wire::HelloRequest {
             proof: said.prove(Side::Client, shared.config.secret.as_ref()),
             incarnation: shared.incarnation.0,
@@ -140,6 +142,19 @@ impl Peers {
             pool: announced(shared, address, &reply.regions)?,
             data: reply.data,
         })
+    }
+
+    /// TLS 1.3 lets the client finish its handshake before the server has looked at its certificate: a refusal then is an
+    /// alert, or only a broken connection if the alert is overtaken by a reset.
+    fn distrusted(&self, why: Refusal) -> Refusal {
+        if self.tls.is_none() || why.code != Reason::PeerUnreachable {
+            return why;
+        }
+        let message = format!(
+            "{}: closed at the first message: does the peer trust our certificate?",
+            why.message
+        );
+        Refusal::new(Reason::Unauthenticated, message)
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<(String, Incarnation), Arc<Peer>>> {
