@@ -106,7 +106,7 @@ def table(run: Run, workers: list[Worker], forwarded: int, same: int, ties: int)
     print(f"  tokens identical to one plain SGLang server: {same}/{len(results)}{tied}")
 
 
-MOVED, EVICTED = "kvc_import_bytes_total", "kvc_evictions_total"
+MOVED, EVICTED = "kvc_import_bytes_sum", "kvc_evictions_total"
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ class Router(Generate):
     def start(self) -> "Router":
         assert BINARY.exists(), "build it first: cargo build -p kvc-router"
         self._process = Process(self.name, self.command)
-        self.process.wait_until(self.healthy, 30)
+        self.process.wait_until(self.sees_all, 30)
         return self
 
     def sees_all(self) -> bool:
