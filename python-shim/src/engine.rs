@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use kvc_engine_ext::{Config, EngineFacts};
 use kvc_proto::{
     id::{ImportId, PrefixHandle, SessionId, TurnId},
-    worker::{Arrival, Frees as Given, Identity, Prompt, Snapshot},
+    worker::{Arrival, Identity, Prompt, Snapshot},
 };
 use pyo3::{
     prelude::*,
@@ -15,20 +15,18 @@ use tracing_subscriber::EnvFilter;
 
 use crate::{
     command,
-    error::{bad_request, configuration, guarded, refused},
+    error::{bad_request, configuration, refused},
     frees::{self, Frees, frees},
     layout::Layout,
     memory::{self, Tensor},
+    module::Module,
     tag::TurnTag,
     turn::Turn,
 };
 
-/// Longest that `Engine.shutdown` waits.
-const SHUTDOWN: Duration = Duration::from_secs(2);
-
 /// Threads, listeners and the machine. Its methods are for the engine's scheduler thread.
 #[pyclass(frozen, module = "kvc._native")]
-pub(crate) struct Engine(Arc<kvc_engine_ext::Engine>);
+pub(crate) struct Engine(Arc<Module>);
 
 #[pymethods]
 impl Engine {
@@ -57,26 +55,31 @@ impl Engine {
             engine,
             capacity,
         };
-        let started = guarded(py, || py.detach(|| kvc_engine_ext::Engine::start(config, facts)))?;
-        started
-            .map(|engine| Self(Arc::new(engine)))
+        py.detach(|| kvc_engine_ext::Engine::start(config, facts))
+            .map(|engine| Self(Arc::new(Module::new(engine))))
             .map_err(|error| configuration(py, error))
     }
 
     /// `host:port` of the module's HTTP listener.
     #[getter]
     fn listen(&self) -> String {
-        self.0.listen().to_string()
+        self.0.engine().listen().to_string()
     }
 
     /// `host:port` of the peer control plane.
     #[getter]
     fn peer(&self) -> String {
-        self.0.peer_listen().to_string()
+        self.0.engine().peer_listen().to_string()
+    }
+
+    /// The module has failed: sessions are off, what they held stays allocated until the engine flushes.
+    #[getter]
+    fn faulted(&self) -> bool {
+        self.0.faulted()
     }
 
     /// A session turn reached the scheduler: `tokens` follow the first `after` tokens of its history (0: the whole prompt).
-    /// `Refused` if it may not run.
+    /// `Refused` if it may not run; `None` if sessions are off.
     fn arrive(
         &self,
         py: Python<'_>,
@@ -85,7 +88,7 @@ impl Engine {
         after: usize,
         tokens: &Bound<'_, PyList>,
         max_new: u64,
-    ) -> PyResult<Turn> {
+    ) -> PyResult<Option<Turn>> {
         let tokens = tokens_of(tokens, "input_ids").map_err(|error| bad_request(py, error.value(py).to_string()))?;
         let tag = &tag.0;
         let arrival = Arrival {
@@ -104,46 +107,39 @@ impl Engine {
             placement: tag.placement,
             origin: tag.origin,
         };
-        let arrived = guarded(py, || {
-            py.detach(|| self.0.scheduler(|worker, now| worker.arrive(arrival, now)))
-        })?;
-        arrived
-            .map(|id| Turn::new(self.0.clone(), id))
+        self.0
+            .tell(py, |worker, now| Some(worker.arrive(arrival, now)))
+            .transpose()
+            .map(|id| id.map(|id| Turn::new(self.0.clone(), id)))
             .map_err(|refusal| refused(py, &refusal))
     }
 
     /// Tokens of history held for a session, 0 if none.
-    fn history_len(&self, py: Python<'_>, session: &str) -> PyResult<usize> {
-        let Ok(session) = SessionId::new(session) else {
-            return Ok(0);
-        };
-        guarded(py, || {
-            self.0.scheduler(|worker, _| worker.history_len(&session) as usize)
-        })
+    fn history_len(&self, session: &str) -> u32 {
+        SessionId::new(session).map_or(0, |session| self.0.ask(|worker, _| worker.history_len(&session)))
     }
 
     /// Tokens that `victim` can free.
-    fn evictable(&self, py: Python<'_>) -> PyResult<usize> {
-        guarded(py, || self.0.scheduler(|worker, _| worker.evictable() as usize))
+    fn evictable(&self) -> u32 {
+        self.0.ask(|worker, _| worker.evictable())
     }
 
     /// Tokens that neither the engine nor a running request nor an idle session accounts for.
-    fn held(&self, py: Python<'_>) -> PyResult<usize> {
-        guarded(py, || self.0.scheduler(|worker, _| worker.held() as usize))
+    fn held(&self) -> u32 {
+        self.0.ask(|worker, _| worker.held())
     }
 
     /// Handles of idle sessions' shared prefixes.
-    fn idle_prefixes(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        guarded(py, || {
-            self.0
-                .scheduler(|worker, _| worker.idle_prefixes().map(|handle| handle.0).collect())
-        })
+    fn idle_prefixes(&self) -> Vec<u64> {
+        self.0
+            .ask(|worker, _| worker.idle_prefixes().map(|handle| handle.0).collect())
     }
 
     /// What the next idle session gives up, or `None`: there is none.
-    fn victim(&self, py: Python<'_>) -> PyResult<Option<Frees>> {
-        let victim = guarded(py, || py.detach(|| self.0.scheduler(|worker, now| worker.victim(now))))?;
-        Ok(victim.map(|victim| frees::always(py, victim.frees)))
+    fn victim(&self, py: Python<'_>) -> Option<Frees> {
+        self.0
+            .tell(py, |worker, now| worker.victim(now))
+            .map(|victim| frees::always(py, victim.frees))
     }
 
     /// Once per loop iteration: the engine's numbers in, commands out.
@@ -170,7 +166,7 @@ impl Engine {
                 .map(|(turn, tokens)| (TurnId(turn), units(tokens)))
                 .collect(),
         };
-        let commands = guarded(py, || py.detach(|| self.0.poll(&snapshot)))?;
+        let commands = py.detach(|| self.0.with(|engine| engine.poll(&snapshot)));
         commands
             .into_iter()
             .map(|command| command::object(py, command))
@@ -188,19 +184,20 @@ impl Engine {
         head: Tensor,
         slots: Tensor,
     ) -> PyResult<Option<Frees>> {
-        self.import_call(py, [head, slots], |worker, [head, slots], now| {
-            worker.landed(ImportId(import_id), units(have), PrefixHandle(prefix), head, slots, now)
-        })
+        let given = memory::read(head, |head| {
+            memory::read(slots, |slots| {
+                self.0.tell(py, |worker, now| {
+                    worker.landed(ImportId(import_id), units(have), PrefixHandle(prefix), head, slots, now)
+                })
+            })
+        })??;
+        Ok(frees(py, given))
     }
 
     /// Answer to `Land`: there is no room.
-    fn land_failed(&self, py: Python<'_>, import_id: u64) -> PyResult<()> {
-        guarded(py, || {
-            py.detach(|| {
-                self.0
-                    .scheduler(|worker, now| worker.land_failed(ImportId(import_id), now))
-            })
-        })
+    fn land_failed(&self, py: Python<'_>, import_id: u64) {
+        self.0
+            .tell(py, |worker, now| worker.land_failed(ImportId(import_id), now));
     }
 
     /// Answer to `Commit`: the first `shared` tokens lie in the tree under `prefix`, in the slots `head`.
@@ -212,63 +209,59 @@ impl Engine {
         prefix: u64,
         head: Tensor,
     ) -> PyResult<Option<Frees>> {
-        self.import_call(py, [head, (0, 0)], |worker, [head, _], now| {
-            worker.import_shared(ImportId(import_id), units(shared), PrefixHandle(prefix), head, now)
-        })
+        let given = memory::read(head, |head| {
+            self.0.tell(py, |worker, now| {
+                worker.import_shared(ImportId(import_id), units(shared), PrefixHandle(prefix), head, now)
+            })
+        })?;
+        Ok(frees(py, given))
     }
 
     /// Answer to `Commit`: done.
-    fn import_committed(&self, py: Python<'_>, import_id: u64) -> PyResult<()> {
-        guarded(py, || {
-            py.detach(|| {
-                self.0
-                    .scheduler(|worker, now| worker.import_committed(ImportId(import_id), now))
-            })
-        })
+    fn import_committed(&self, py: Python<'_>, import_id: u64) {
+        self.0
+            .tell(py, |worker, now| worker.import_committed(ImportId(import_id), now));
     }
 
     /// The engine clears its pool: every KV is forgotten, every lease and import fenced.
-    fn flush(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || py.detach(|| self.0.scheduler(|worker, now| worker.flush(now))))
+    fn flush(&self, py: Python<'_>) {
+        self.0.tell(py, |worker, now| worker.flush(now));
     }
 
     /// Drops a session's KV; true: at the end of its running turn.
-    fn close(&self, py: Python<'_>, session: &str) -> PyResult<bool> {
-        let Ok(session) = SessionId::new(session) else {
-            return Ok(false);
-        };
-        guarded(py, || {
-            py.detach(|| self.0.scheduler(|worker, now| worker.close(&session, now)))
-        })
+    fn close(&self, py: Python<'_>, session: &str) -> bool {
+        SessionId::new(session).is_ok_and(|session| self.0.tell(py, |worker, now| worker.close(&session, now)))
     }
 
     /// A descriptor that becomes readable when the loop has work.
     fn wake_fd(&self) -> i32 {
-        self.0.wake_fd()
+        self.0.engine().wake_fd()
     }
 
     /// Makes it unreadable.
-    fn clear_wake(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || self.0.clear_wake())
+    fn clear_wake(&self) {
+        self.0.with(kvc_engine_ext::Engine::clear_wake);
+    }
+
+    /// Ends threads and listeners; nothing reads or writes the pool afterwards.
+    fn shutdown(&self, py: Python<'_>) {
+        py.detach(|| self.0.with(|engine| engine.shutdown(Duration::from_secs(2))));
     }
 
     /// The session of a running import, for tests.
-    fn session_of(&self, py: Python<'_>, import_id: u64) -> PyResult<Option<String>> {
-        guarded(py, || {
-            let transfers = self.0.scheduler(|worker, now| worker.transfers(now));
-            let found = transfers
-                .imports
-                .into_iter()
-                .find(|import| import.import.0 == import_id);
-            found.map(|import| import.session_id.as_str().to_owned())
-        })
+    fn session_of(&self, import_id: u64) -> Option<String> {
+        let transfers = self.0.ask(|worker, now| worker.transfers(now));
+        let import = transfers
+            .imports
+            .into_iter()
+            .find(|import| import.import.0 == import_id)?;
+        Some(import.session_id.as_str().to_owned())
     }
 
     /// The first sessions by id, for tests: id → {"state", "tokens", "shared", "leases"}.
     fn sessions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let list = guarded(py, || self.0.scheduler(|worker, now| worker.sessions(None, 1000, now)))?;
         let out = PyDict::new(py);
-        for view in list.sessions {
+        for view in self.0.ask(|worker, now| worker.sessions(None, 1000, now).sessions) {
             let session = PyDict::new(py);
             session.set_item("state", &view.state)?;
             session.set_item("tokens", view.committed)?;
@@ -281,7 +274,7 @@ impl Engine {
 
     /// What the machine counts, for tests.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let counters = guarded(py, || self.0.scheduler(|worker, _| worker.counters().clone()))?;
+        let counters = self.0.ask(|worker, _| worker.counters().clone());
         let out = PyDict::new(py);
         for (name, count) in [
             ("turns", counters.turns),
@@ -306,27 +299,9 @@ impl Engine {
         Ok(out)
     }
 
-    /// Ends threads and listeners; nothing reads or writes the pool afterwards.
-    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || py.detach(|| self.0.shutdown(SHUTDOWN)))
-    }
-}
-
-impl Engine {
-    fn import_call(
-        &self,
-        py: Python<'_>,
-        [first, second]: [Tensor; 2],
-        call: impl FnOnce(&mut kvc_proto::worker::Worker, [&[i64]; 2], kvc_proto::time::Now) -> Given + Send,
-    ) -> PyResult<Option<Frees>> {
-        let given = memory::read(first, |first: &[i64]| {
-            memory::read(second, |second: &[i64]| {
-                guarded(py, || {
-                    py.detach(|| self.0.scheduler(|worker, now| call(worker, [first, second], now)))
-                })
-            })
-        })???;
-        Ok(frees(py, given))
+    /// Fails as a bug in the module would, for tests: the engine must go on.
+    fn fail(&self) {
+        self.0.ask(|_, _| -> () { panic!("asked to fail by a test") });
     }
 }
 

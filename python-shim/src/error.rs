@@ -1,14 +1,11 @@
-//! Refusals and faults as Python exceptions. Their classes are Python's own (`kvc.errors`): the stable ABI of 3.11 cannot
+//! Refusals as Python exceptions. Their classes are Python's own (`kvc.errors`): the stable ABI of 3.11 cannot
 //! extend exception types.
-
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use kvc_proto::wire::reason::{Reason, Refusal};
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
 
 static REFUSED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 static CONFIGURATION: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-static FAULT: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
 /// `kvc.errors.Refused`.
 pub(crate) fn refused(py: Python<'_>, refusal: &Refusal) -> PyErr {
@@ -28,18 +25,6 @@ pub(crate) fn bad_request(py: Python<'_>, message: impl Into<String>) -> PyErr {
 /// `kvc.errors.ConfigurationError`: one line that says how to fix it.
 pub(crate) fn configuration(py: Python<'_>, message: impl std::fmt::Display) -> PyErr {
     raise(py, &CONFIGURATION, "ConfigurationError", (message.to_string(),))
-}
-
-/// Runs a call into the module; a panic in it becomes `kvc.errors.Fault`.
-pub(crate) fn guarded<R>(py: Python<'_>, call: impl FnOnce() -> R) -> PyResult<R> {
-    catch_unwind(AssertUnwindSafe(call)).map_err(|panic| {
-        let text = panic
-            .downcast_ref::<String>()
-            .map(String::as_str)
-            .or_else(|| panic.downcast_ref::<&str>().copied())
-            .unwrap_or("no message");
-        raise(py, &FAULT, "Fault", (text.to_owned(),))
-    })
 }
 
 /// The HTTP status of a reason code; `ValueError` if there is no such code.

@@ -1,7 +1,7 @@
 //! `kvc._native`: the engine module as Python sees it. Private; the package `kvc` (folder `python/`) is the only caller.
 //!
 //! Translation only: token lists, tensor pointers and lengths in; lengths, slot lists and commands out. A panic of the
-//! module becomes a Python exception; it never ends the engine's process.
+//! module ends the module, never the engine's process.
 
 use pyo3::prelude::*;
 
@@ -11,6 +11,7 @@ mod error;
 mod frees;
 mod layout;
 mod memory;
+mod module;
 mod tag;
 mod turn;
 

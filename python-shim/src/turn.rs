@@ -13,24 +13,24 @@ use pyo3::{prelude::*, types::PyList};
 
 use crate::{
     engine::{tokens_of, units},
-    error::guarded,
     frees::{Frees, frees},
     memory,
+    module::Module,
 };
 
 /// A turn that arrived. Dropping it cancels the turn: a request that vanishes with all its references must not leave its
 /// session busy.
 #[pyclass(frozen, module = "kvc._native")]
 pub(crate) struct Turn {
-    engine: Arc<kvc_engine_ext::Engine>,
+    module: Arc<Module>,
     id: TurnId,
     over: AtomicBool,
 }
 
 impl Turn {
-    pub(crate) fn new(engine: Arc<kvc_engine_ext::Engine>, id: TurnId) -> Self {
+    pub(crate) fn new(module: Arc<Module>, id: TurnId) -> Self {
         Self {
-            engine,
+            module,
             id,
             over: AtomicBool::new(false),
         }
@@ -47,75 +47,56 @@ impl Turn {
 
     /// (tokens restored, of these shared, prefix handle), or `None`: match the engine's own tree. Changes nothing.
     #[pyo3(name = "match")]
-    fn matched(&self, py: Python<'_>, limit: usize) -> PyResult<Option<(u32, u32, u64)>> {
-        let matched = guarded(py, || {
-            self.engine
-                .scheduler(|worker, _| worker.match_turn(self.id, units(limit)))
-        })?;
-        Ok(match matched {
-            Matched::Tree => None,
-            Matched::Session { tokens, shared, prefix } => Some((tokens, shared, prefix.0)),
-        })
+    fn matched(&self, limit: usize) -> Option<(u32, u32, u64)> {
+        self.module
+            .ask(|worker, _| match worker.match_turn(self.id, units(limit)) {
+                Matched::Tree => None,
+                Matched::Session { tokens, shared, prefix } => Some((tokens, shared, prefix.0)),
+            })
     }
 
     /// Writes the slots of the first `len` restored tokens to an int64 tensor.
-    fn slots_into(&self, py: Python<'_>, address: usize, len: usize) -> PyResult<()> {
+    fn slots_into(&self, address: usize, len: usize) -> PyResult<()> {
         memory::write((address, len), |out| {
-            guarded(py, || {
-                self.engine.scheduler(|worker, _| worker.slots_into(self.id, out))
-            })
-        })?
-    }
-
-    /// The engine has locked a match of this many tokens; nests.
-    fn claim(&self, py: Python<'_>, tokens: usize) -> PyResult<()> {
-        guarded(py, || {
-            self.engine.scheduler(|worker, _| worker.claim(self.id, units(tokens)))
+            self.module.ask(|worker, _| worker.slots_into(self.id, out))
         })
     }
 
+    /// The engine has locked a match of this many tokens; nests.
+    fn claim(&self, tokens: usize) {
+        self.module.ask(|worker, _| worker.claim(self.id, units(tokens)));
+    }
+
     /// The engine has unlocked it.
-    fn unclaim(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || self.engine.scheduler(|worker, _| worker.unclaim(self.id)))
+    fn unclaim(&self) {
+        self.module.ask(|worker, _| worker.unclaim(self.id));
     }
 
     /// The engine is about to allocate.
-    fn begin(&self, py: Python<'_>) -> PyResult<Option<Frees>> {
-        let given = guarded(py, || {
-            py.detach(|| self.engine.scheduler(|worker, now| worker.begin(self.id, now)))
-        })?;
-        Ok(frees(py, given))
+    fn begin(&self, py: Python<'_>) -> Option<Frees> {
+        frees(py, self.module.tell(py, |worker, now| worker.begin(self.id, now)))
     }
 
     /// KV of the first `readable` tokens is written; the row is an int32 tensor of slots from token 0.
     fn progress(&self, py: Python<'_>, readable: usize, address: usize, len: usize) -> PyResult<()> {
         memory::read((address, len), |row| {
-            guarded(py, || {
-                py.detach(|| {
-                    self.engine
-                        .scheduler(|worker, now| worker.progress(self.id, units(readable), row, now));
-                });
-            })
-        })?
+            self.module
+                .tell(py, |worker, now| worker.progress(self.id, units(readable), row, now));
+        })
     }
 
     /// How many tokens belong in the engine's tree.
-    fn share_len(&self, py: Python<'_>) -> PyResult<usize> {
-        guarded(py, || {
-            self.engine.scheduler(|worker, _| worker.share_len(self.id) as usize)
-        })
+    fn share_len(&self) -> u32 {
+        self.module.ask(|worker, _| worker.share_len(self.id))
     }
 
     /// The first `shared` tokens lie in the engine's tree under `prefix` now.
     fn adopt(&self, py: Python<'_>, shared: usize, prefix: u64, address: usize, len: usize) -> PyResult<Option<Frees>> {
         let given = memory::read((address, len), |row| {
-            guarded(py, || {
-                py.detach(|| {
-                    self.engine
-                        .scheduler(|worker, now| worker.adopt(self.id, units(shared), PrefixHandle(prefix), row, now))
-                })
+            self.module.tell(py, |worker, now| {
+                worker.adopt(self.id, units(shared), PrefixHandle(prefix), row, now)
             })
-        })??;
+        })?;
         Ok(frees(py, given))
     }
 
@@ -131,13 +112,10 @@ impl Turn {
         let output = tokens_of(output, "output_ids")?;
         self.over.store(true, Ordering::Relaxed);
         let given = memory::read((address, len), |row| {
-            guarded(py, || {
-                py.detach(|| {
-                    self.engine
-                        .scheduler(|worker, now| worker.commit(self.id, units(committed), &output, row, now))
-                })
+            self.module.tell(py, |worker, now| {
+                worker.commit(self.id, units(committed), &output, row, now)
             })
-        })??;
+        })?;
         Ok(frees(py, given))
     }
 
@@ -153,42 +131,29 @@ impl Turn {
         let how = if retract { Rollback::Retract } else { Rollback::Abort };
         self.over.store(!retract, Ordering::Relaxed);
         let given = memory::read((address, len), |row| {
-            guarded(py, || {
-                py.detach(|| {
-                    self.engine
-                        .scheduler(|worker, now| worker.rollback(self.id, units(end), row, how, now))
-                })
-            })
-        })??;
-        Ok(frees(py, given))
-    }
-
-    /// Last resort while nothing runs: the waiting turn's own session goes.
-    fn unwedge(&self, py: Python<'_>) -> PyResult<Option<Frees>> {
-        let given = guarded(py, || {
-            py.detach(|| self.engine.scheduler(|worker, now| worker.unwedge(self.id, now)))
+            self.module
+                .tell(py, |worker, now| worker.rollback(self.id, units(end), row, how, now))
         })?;
         Ok(frees(py, given))
     }
 
+    /// Last resort while nothing runs: the waiting turn's own session goes.
+    fn unwedge(&self, py: Python<'_>) -> Option<Frees> {
+        frees(py, self.module.tell(py, |worker, now| worker.unwedge(self.id, now)))
+    }
+
     /// The request left the queue before it began. The turn is over.
-    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
-        if self.over.swap(true, Ordering::Relaxed) {
-            return Ok(());
+    fn cancel(&self, py: Python<'_>) {
+        if !self.over.swap(true, Ordering::Relaxed) {
+            self.module.tell(py, |worker, now| worker.cancel(self.id, now));
         }
-        guarded(py, || {
-            py.detach(|| self.engine.scheduler(|worker, now| worker.cancel(self.id, now)))
-        })
     }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
         if !*self.over.get_mut() {
-            // A destructor has nobody to report to.
-            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                self.engine.scheduler(|worker, now| worker.cancel(self.id, now));
-            }));
+            self.module.ask(|worker, now| worker.cancel(self.id, now));
         }
     }
 }

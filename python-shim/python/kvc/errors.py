@@ -20,7 +20,3 @@ class Refused(Exception):
 
 class ConfigurationError(ValueError):
     """Settings or an engine that the module cannot run with; one line that says how to fix it."""
-
-
-class Fault(RuntimeError):
-    """A fault of the module itself. The engine goes on without sessions."""

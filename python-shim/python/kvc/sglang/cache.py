@@ -8,6 +8,7 @@ pointers, lengths and handles, and what the machine gives back is freed. It deci
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,9 +96,10 @@ class Landing:
 class KvcCache(SessionAwareCache):
     """See the module."""
 
-    def __init__(self, inner: RadixCache, engine: Engine) -> None:
+    def __init__(self, inner: RadixCache, engine: Engine, lost: Callable[[], int]) -> None:
         super().__init__(inner)
         self.engine = engine
+        self._lost = lost
         self.prefixes: dict[int, Any] = {}
         self.landings: dict[int, Landing] = {}
         self.pending: dict[Req, None] = {}
@@ -115,10 +117,10 @@ class KvcCache(SessionAwareCache):
         return own + self.engine.evictable()
 
     def session_held_tokens(self) -> int:
-        return self.engine.held()
+        return self._lost() if self.engine.faulted else self.engine.held()
 
     def session_held_full_tokens(self) -> int:
-        return self.engine.held()
+        return self.session_held_tokens()
 
     def session_held_swa_tokens(self) -> int:
         return 0

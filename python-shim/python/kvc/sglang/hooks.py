@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.utils.common import ceil_align
 from zmq import POLLIN
 
-from kvc._native import Engine, TurnTag
+from kvc._native import Engine, Turn, TurnTag
 from kvc.errors import Refused
 from kvc.sglang import args, layout
 from kvc.sglang.cache import KvcCache, Run
@@ -59,7 +60,7 @@ class Hooks:
     def __init__(self, scheduler: Scheduler, engine: Engine) -> None:
         self.scheduler = scheduler
         self.engine = engine
-        self.cache = KvcCache(scheduler.tree_cache, engine)
+        self.cache = KvcCache(scheduler.tree_cache, engine, self._lost)
         self._stuck = 0
         self._wake: int | None = None
         if scheduler.idle_sleeper is not None:
@@ -89,6 +90,8 @@ class Hooks:
             return False
         try:
             turn = self._arrive(routed, req, identity_of(recv_req.extra_key, req.lora_id))
+            if turn is None:  # sessions are off: it runs plain
+                return False
         except Refused as refused:
             routed.restore()
             self._refuse(recv_req, refused)
@@ -127,6 +130,17 @@ class Hooks:
         )
         for command in commands:
             cache.carry_out(command)
+
+    def _lost(self) -> int:
+        """After a fault of the module: tokens that nobody accounts for any more, until the engine flushes."""
+        scheduler, inner = self.scheduler, self.cache.inner
+        batches = [batch for batch in (scheduler.last_batch, scheduler.running_batch) if batch is not None]
+        reqs = {id(req): req for batch in batches for req in batch.reqs if not req.kv_committed_freed}
+        page = scheduler.page_size
+        running = sum(ceil_align(req.kv_allocated_len, page) - req.cache_protected_len for req in reqs.values())
+        free = scheduler.token_to_kv_pool_allocator.available_size()
+        known: int = free + inner.evictable_size() + inner.protected_size() + running
+        return max(0, int(scheduler.max_total_num_tokens) - known)
 
     def _unwedge(self) -> None:
         """SES-3, last resort: an unaligned restore can cost the page that is missing."""
@@ -172,7 +186,7 @@ class Hooks:
             raise Refused("session-busy", f"a turn of session {params.id!r} has not finished")
         return Routed(tag if tag is not None and tag.session == params.id else TurnTag.of(params.id), session)
 
-    def _arrive(self, routed: Routed, req: Req, identity: str) -> Any:
+    def _arrive(self, routed: Routed, req: Req, identity: str) -> Turn | None:
         after = 0
         if routed.opened is not None:
             # The streaming API appends to what this session's last turn left: no need to compare it again.

@@ -1,7 +1,7 @@
 """What tests ask a running engine for: memory numbers, its own KV bytes, what entered its model. Only with KVC_TEST=1.
 
 Routes on the engine's HTTP port, answered by the scheduler between two steps: `POST /kvc/test/OP` with OP one of state,
-forwards, kv, corrupt. Nothing here is imported otherwise.
+forwards, kv, corrupt, fail. Nothing here is imported otherwise.
 """
 
 import hashlib
@@ -129,7 +129,7 @@ class Observer:
 
     def answer(self, request: TestRequest) -> TestAnswer:
         """Answers one question; a wrong one gets `{"error": …}`."""
-        if request.op not in ("state", "forwards", "kv", "corrupt"):
+        if request.op not in ("state", "forwards", "kv", "corrupt", "fail"):
             return TestAnswer(out={"error": {"code": "bad-request", "message": f"no test op {request.op!r}"}})
         try:
             return TestAnswer(out=getattr(self, "_" + request.op)(**request.args))
@@ -179,6 +179,10 @@ class Observer:
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             digest.update(buffer[slot].contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
+
+    def _fail(self) -> dict[str, Any]:
+        self.hooks.engine.fail()
+        return {"faulted": self.hooks.engine.faulted}
 
     def _corrupt(self, session: str, at: int | None = None, swap: list[int] | None = None) -> dict[str, Any]:
         pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
