@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# usage: scripts/setup-engine.sh [--no-wheel]
+# usage: scripts/setup-engine.sh [--release | --no-wheel]
 # Makes .env: SGLang 0.5.10.post1 on CPU with the kvc wheel in it (.env/sglang) and a tiny model (.env/model).
 # For Debian 12 with Rust and CPython 3.11; PYTHON names another interpreter of that version. Needs about 3.2 GB of disk and
 # the package index. Safe to repeat: each part is made once for its inputs, and made anew when they change or when
-# it was interrupted. --no-wheel leaves kvc out.
+# it was interrupted. --release builds the wheel as a user gets it, for benches; --no-wheel leaves kvc out.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 engine=$root/scripts/engine
@@ -22,7 +22,12 @@ main() {
   made "$env_dir/tools" "$key" || step "maturin, pytest, mypy, ruff" make_tools "$key"
   key=$(digest "$engine/tiny_model.py" <<<"$(cat "$venv/.stamp")")
   made "$model" "$key" || step "tiny model into .env/model" make_model "$key"
-  [ "${1:-}" = --no-wheel ] || step "kvc wheel into .env/sglang" install_wheel
+  case ${1:-} in
+    --no-wheel) ;;
+    --release) step "kvc wheel (release) into .env/sglang" install_wheel release ;;
+    "") step "kvc wheel into .env/sglang" install_wheel dev ;;
+    *) die "unknown option $1: --release or --no-wheel" ;;
+  esac
   say "engine environment ready"
 }
 
@@ -85,7 +90,7 @@ make_model() {
 install_wheel() {
   local out=$env_dir/wheel.new now
   rm -rf "$out"
-  (cd "$root/python-shim" && "$venv/bin/maturin" build --profile dev --interpreter "$py" --out "$out" 2>"$env_dir/wheel.log") ||
+  (cd "$root/python-shim" && "$venv/bin/maturin" build --profile "$1" --interpreter "$py" --out "$out" 2>"$env_dir/wheel.log") ||
     { tail -40 "$env_dir/wheel.log" >&2; return 1; }
   now=$("$py" "$engine/wheel_digest.py" "$out"/*.whl)
   if [ "$(cat "$venv/.wheel" 2>/dev/null)" = "$now" ]; then say "  unchanged"; rm -rf "$out"; return; fi

@@ -134,7 +134,6 @@ ROUTER_BAD = {
     "an array": ("/generate", b"[1]", {}),
     "long session header": ("/generate", {"input_ids": [1]}, {"x-session-id": "x" * 300}),
     "empty session header": ("/generate", {"input_ids": [1]}, {"x-session-id": ""}),
-    "two different session ids": ("/generate", {"input_ids": [1], "session_id": "a"}, {"x-session-id": "b"}),
     "no prompt": ("/generate", {"sampling_params": {}}, {"x-session-id": "r"}),
     "messages missing": ("/v1/chat/completions", {"model": "tiny"}, {"x-session-id": "r"}),
 }

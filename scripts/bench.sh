@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# usage: scripts/bench.sh [NAME...]
+# Measures what docs/bench.md shows and prints it: proto, rdma, admission, router (Rust alone), turns, engine-admission (real
+# engines on CPU). Without names all of them, about 15 minutes; run it on a machine that does nothing else.
+# iperf3 is installed for the comparison if it is missing.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+cd "$root"
+
+iperf3_there() {
+  command -v iperf3 >/dev/null && return
+  local sudo=
+  [ "$(id -u)" = 0 ] || sudo=sudo
+  $sudo apt-get update -qq && DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends iperf3 >/dev/null
+}
+
+bench_proto() { cargo bench -p kvc-proto; }
+bench_rdma() { iperf3_there && cargo run --release --quiet -p kvc-rdma --bin kvc-perf -- bench; }
+bench_admission() { cargo run --release --quiet -p kvc-engine-ext --example admission_bench; }
+bench_router() { cargo run --release --quiet -p kvc-router --example router_bench; }
+bench_turns() { scripts/setup-engine.sh --release && "$py" tests/engine/bench_turn.py turns; }
+bench_engine-admission() { scripts/setup-engine.sh --release && "$py" tests/engine/bench_turn.py admission; }
+
+say "$(nproc) cores, $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1), $(awk '/MemTotal/ {printf "%d GiB", $2 / 2^20}' /proc/meminfo)"
+[ $# -gt 0 ] || set -- proto rdma admission router turns engine-admission
+for name in "$@"; do
+  declare -F "bench_$name" >/dev/null || die "no bench $name: proto, rdma, admission, router, turns, engine-admission"
+  step "bench $name" "bench_$name"
+done
