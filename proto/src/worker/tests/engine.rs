@@ -902,6 +902,18 @@ impl Engine {
                 "page {page} is the tree's and {state:?} (OWN-4)"
             );
         }
+        for session in self.w.sessions.after(None) {
+            let Some(copy) = &session.copy else { continue };
+            let slots = copy.table.slots(0, copy.readable);
+            assert_eq!(slots.len() as u32, copy.readable);
+            for (at, (slot, value)) in slots.iter().zip(kv(&copy.identity, &copy.tokens)).enumerate() {
+                assert_eq!(
+                    self.kv[*slot as usize], value,
+                    "byte {at} of session {} (OWN-5)",
+                    session.id
+                );
+            }
+        }
         self.w.check_sums();
     }
 

@@ -118,6 +118,9 @@ enum Op {
         len: u8,
     },
     KillLanding,
+    Finish {
+        pick: u8,
+    },
     Twins {
         one: u8,
         two: u8,
@@ -134,6 +137,7 @@ fn ops() -> impl Strategy<Value = Op> {
         8 => (s.clone(), b(), 1u8..70, 0u8..12).prop_map(|(session, edit, len, out)| Op::Turn { session, edit, len, out }),
         8 => (s.clone(), b(), 1u8..70).prop_map(|(session, edit, len)| Op::Seed { session, edit, len }),
         1 => Just(Op::KillLanding),
+        6 => b().prop_map(|pick| Op::Finish { pick }),
         2 => (s.clone(), s.clone(), 20u8..50).prop_map(|(one, two, len)| Op::Twins { one, two, len }),
         2 => (s.clone(), 1u8..20).prop_map(|(session, len)| Op::Append { session, len }),
         8 => (b(), 1u8..80).prop_map(|(pick, chunk)| Op::Start { pick, chunk }),
@@ -467,6 +471,11 @@ impl World {
                     self.e.adopt(id);
                 }
             }
+            Op::Finish { pick } => {
+                for op in [Op::Poll, Op::Pull { pick }, Op::Confirm { pick }, Op::Poll] {
+                    self.step(op);
+                }
+            }
             Op::KillLanding => self.e.kill_landing = true,
             Op::Turn {
                 session,
@@ -608,7 +617,7 @@ fn lives(n: usize) -> impl Iterator<Item = (u32, Vec<Op>)> {
 /// Without this the properties below could hold of nothing.
 #[test]
 fn the_lives_reach_every_corner() {
-    let all: Vec<Counters> = lives(120).map(|(page, ops)| live(page, ops)).collect();
+    let all: Vec<Counters> = lives(80).map(|(page, ops)| live(page, ops)).collect();
     let sum = |f: fn(&Counters) -> u64| all.iter().map(f).sum::<u64>();
     let reached = [
         ("commits", sum(|c| c.commits)),
@@ -664,7 +673,7 @@ fn every_check_is_missed_when_it_is_off() {
     ];
     let missed = checks.map(|check| {
         let fails = |(page, ops)| std::panic::catch_unwind(|| without(check, || live(page, ops))).is_err();
-        (check, lives(600).position(fails))
+        (check, lives(400).position(fails))
     });
     println!("{missed:?}");
     for (check, life) in missed {
@@ -677,7 +686,7 @@ fn cases() -> u32 {
     std::env::var("PROPTEST_CASES")
         .ok()
         .and_then(|n| n.parse().ok())
-        .unwrap_or(150)
+        .unwrap_or(100)
 }
 
 proptest! {
