@@ -38,7 +38,7 @@ def turns() -> None:
         out.unlink(missing_ok=True)
         env = {"KVC_BENCH_OUT": str(out), "PYTHONPATH": str(Path(__file__).parent / "bench_site"), "KVC_TEST": "0"}
         env["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "0"
-        engine = Engine(f"bench-{kind}", kind, pool=65536, chunk=8192, env=env, flags=BIG)
+        engine = Engine(f"bench-{kind}", kind, pool=65536, chunk=8192, sleepy=False, env=env, flags=BIG)
         try:
             start_all(engine)
             session_turns(engine, streaming)
@@ -96,8 +96,7 @@ class Asker:
 def admission() -> None:
     print("| situation | server | n | p50 µs | p99 µs | max µs |\n|---|---|---:|---:|---:|---:|")
     for sleeping in (False, True):
-        flags = [*BIG, *(["--sleep-on-idle"] if sleeping else [])]
-        worker = Worker("bench-admit", pool=65536, chunk=16384, flags=flags, env={"KVC_TEST": "0"})
+        worker = Worker("bench-admit", pool=65536, chunk=16384, sleepy=sleeping, flags=BIG, env={"KVC_TEST": "0"})
         echo = None
         try:
             start_all(worker)

@@ -126,7 +126,7 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(scope="session")
 def small(request):
     """A worker with a small pool and few rows."""
-    worker = Worker(f"small{request.param}", append=65536, page=request.param, pool=6144, running=4)
+    worker = Worker(f"small{request.param}", append=65536, page=request.param, pool=6144, running=4, sleepy=False)
     yield from run(worker, worker)
 
 

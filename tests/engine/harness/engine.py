@@ -71,7 +71,9 @@ class Generate:
 class Engine(Generate):
     """A server process. Made with `start` (returns at once) and `ready` (waits)."""
 
-    def __init__(self, name: str, kind: str, pool=65536, running=16, page=1, chunk=512, flags=(), env=None):
+    def __init__(
+        self, name: str, kind: str, pool=65536, running=16, page=1, chunk=512, sleepy=True, flags=(), env=None
+    ):
         self.name, self.kind, self.pool, self.page, self.running = name, kind, pool, page, running
         self.port = free_port()
         self.http = Client(self.port)
@@ -80,6 +82,8 @@ class Engine(Generate):
             "--port", self.port, *ON_CPU, "--max-total-tokens", pool, "--max-running-requests", running,
             "--page-size", page, "--chunked-prefill-size", chunk, *KINDS[kind], *flags,
         ]  # fmt: skip
+        if sleepy:  # an idle engine's loop spins otherwise, and takes a core from the others
+            self.command.append("--sleep-on-idle")
         self.env = {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

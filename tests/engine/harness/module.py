@@ -16,7 +16,7 @@ class Worker(Engine):
 
     def __init__(self, name: str, role: str = "both", append: int = 8192, **kw):
         flags = [*kw.pop("flags", ()), "--kvcache-direct-max-uncached-tokens", append]
-        env = {"KVC_ROLE": role, **kw.pop("env", {})}
+        env = {"KVC_ROLE": role, "KVC_CHECKSUM": "true", **kw.pop("env", {})}
         super().__init__(name, "rust", flags=flags, env=env, **kw)
         self.role, self.append = role, append
 
