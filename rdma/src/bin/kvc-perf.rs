@@ -82,6 +82,12 @@ struct Load {
     /// Reads at once.
     #[arg(long, default_value_t = 2)]
     depth: usize,
+    /// KiB of one request.
+    #[arg(long, default_value_t = TcpConfig::default().chunk >> 10)]
+    chunk: u64,
+    /// KiB asked for and not yet received on one stream.
+    #[arg(long, default_value_t = TcpConfig::default().window >> 10)]
+    window: u64,
     /// With a checksum per chunk.
     #[arg(long)]
     checksum: bool,
@@ -134,7 +140,7 @@ fn main() -> Result<()> {
             runs,
             streams,
         } => {
-            let importer = Importer::start(load.pool << 20, streams)?;
+            let importer = Importer::start(&load, streams)?;
             let case = Case {
                 name: "read",
                 run,
@@ -213,7 +219,7 @@ fn row(case: Case, streams: usize, load: &Load, rounds: usize, iperf3: bool) -> 
     let (mut ours, mut theirs, mut ratios, mut fences) = (vec![], vec![], vec![], vec![]);
     for _ in 0..rounds {
         let mut server = Server::start(load.pool)?;
-        let importer = Importer::start(load.pool << 20, streams)?;
+        let importer = Importer::start(load, streams)?;
         let rate = importer.measure(&server.endpoint, server.token, case, streams, load)?;
         fences.extend(importer.fences(&mut server, case, streams, load)?);
         drop(importer);
@@ -296,9 +302,12 @@ struct Importer {
 }
 
 impl Importer {
-    fn start(len: u64, streams: usize) -> Result<Self> {
+    fn start(load: &Load, streams: usize) -> Result<Self> {
+        let (len, chunk, window) = (load.pool << 20, load.chunk << 10, load.window << 10);
         let mover = TcpMover::start(TcpConfig {
             streams,
+            chunk,
+            window,
             ..TcpConfig::default()
         })?;
         let region = mover.register(touched(len)?.into())?;
