@@ -17,7 +17,6 @@ use kvc_engine_ext::{
     harness::{Client, Start, TestEngine},
 };
 
-const SESSIONS: u32 = 1000;
 const WARM: usize = 2000;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -73,12 +72,11 @@ fn report(name: &str, times: &mut [Duration]) {
     );
 }
 
-/// A new request of one of many sessions each time: every question is decided afresh.
-fn question(round: u64) -> Vec<u8> {
-    let session = round % u64::from(SESSIONS);
+/// A new session each time: every question is a grant, and the worker holds all of them.
+fn question(session: u64) -> Vec<u8> {
     let body = format!(
-        "{{\"session_id\":\"s{session}\",\"turn\":1,\"input_tokens\":900,\"append_tokens\":20,\"max_new_tokens\":16,\
-         \"router\":\"00000000000000aa\",\"request\":{round},\"attempt\":0}}"
+        "{{\"session_id\":\"s{session}\",\"turn\":0,\"input_tokens\":16,\"append_tokens\":16,\"max_new_tokens\":16,\
+         \"router\":\"00000000000000aa\",\"request\":{session},\"attempt\":0}}"
     );
     format!(
         "POST /admit_direct_append HTTP/1.1\r\nhost: kvc\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
@@ -98,8 +96,8 @@ fn spawn(part: &str) -> Result<(Child, u16), Box<dyn Error>> {
 }
 
 fn worker() -> Result<(), Box<dyn Error>> {
-    let mut start = Start::new(Config::defaults()?, 16);
-    start.pages = 4096;
+    let mut start = Start::new(Config::defaults()?, 1);
+    start.pages = 1 << 20;
     let mut engine = TestEngine::start(start)?;
     println!("{}", engine.engine().listen().port());
     loop {

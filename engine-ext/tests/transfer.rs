@@ -100,6 +100,27 @@ fn an_importer_ahead_of_the_prefill_waits() {
 }
 
 #[test]
+fn an_importer_that_lacks_nothing_commits_when_the_peer_has_it_too() {
+    // XFER-3, SES-6: the whole prompt is in its own tree.
+    let (mut p, mut d) = (engine(&[], 16), engine(&[], 16));
+    let prompt = tokens(1, 96);
+    d.run("other", &prompt, &[1]).unwrap();
+    let reservation = admit(&d, &question("s", 0, 96, 96, 1, 1), "seed");
+    let mut turn = p.arrive("s", &prompt, 0, None, Some(placement(1))).unwrap();
+    p.prefill(&mut turn, 40);
+    let answer = import(&d, "s", &order(reservation, 1, &p, 20_000));
+    until("the import waits", || {
+        d.step();
+        transfers(&d)["imports"][0]["phase"] == "confirming" || answer.is_finished()
+    });
+    p.finish(turn, &[]);
+    let (status, body) = answered(&mut d, answer);
+    assert_eq!((status, &body["pulled_tokens"]), (200, &serde_json::json!(0)), "{body}");
+    compare(&mut d, "s", &prompt, reservation, 1);
+    assert!(p.drain() && d.drain());
+}
+
+#[test]
 fn a_reseed_pulls_only_what_is_missing() {
     // DISP-6, OWN-7: the importer holds a prefix of its own session already.
     let (mut p, mut d) = (engine(&[], 16), engine(&[("max_uncached_tokens", "32")], 16));

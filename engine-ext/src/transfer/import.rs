@@ -69,7 +69,7 @@ pub(super) struct Held {
     pub(super) peer: Arc<Peer>,
     pub(super) lease: Lease,
     identity: Identity,
-    tokens: Arc<[Token]>,
+    pub(super) tokens: Arc<[Token]>,
     share: u32,
     lives: Duration,
 }
@@ -114,16 +114,24 @@ async fn serve(
     steps: &mut UnboundedReceiver<Step>,
     deadline: Instant,
 ) -> Result<(), Refusal> {
+    let mut pulled = false;
     loop {
         match steps.recv().await {
             Some(Step::Pull { from, slots }) => {
                 tokio::select! {
-                    pulled = pull::run(shared, import, control, held, from, &slots, deadline) => pulled?,
+                    arrived = pull::run(shared, import, control, held, from, &slots, deadline) => arrived?,
                     () = ended(steps) => return Ok(()),
                 }
+                pulled = true;
                 shared.call(|worker, now| worker.pulled(import, now));
             }
             Some(Step::Confirm) => {
+                if !pulled {
+                    tokio::select! {
+                        readable = pull::wait_readable(held, deadline) => readable?,
+                        () = ended(steps) => return Ok(()),
+                    }
+                }
                 // XFER-3: only the exporter knows that the lease was valid throughout.
                 held.peer.confirm(held.lease, deadline).await?;
                 shared.call(|worker, now| worker.confirmed(import, now));

@@ -82,6 +82,16 @@ pub(super) async fn run(
     Ok(())
 }
 
+/// Waits until the whole range is readable at the peer, for an importer that lacks none of it: only such a range is
+/// confirmed (XFER-3).
+pub(super) async fn wait_readable(held: &Held, deadline: Instant) -> Result<(), Refusal> {
+    let end = position(0, held.tokens.len())?;
+    while !held.peer.watch(held.lease, end, WATCH, deadline).await?.complete {
+        tokio::time::sleep(PAUSE).await;
+    }
+    Ok(())
+}
+
 type Landed = (u64, Result<ReadStats, MoverError>);
 
 /// Reads in flight, oldest first.
