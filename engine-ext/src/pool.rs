@@ -2,8 +2,11 @@
 
 use std::ptr::NonNull;
 
-use kvc_cuda::{KvLayout, Plan};
-use kvc_proto::worker::Slot;
+use kvc_cuda::{Device, KvLayout, Plan};
+use kvc_proto::{
+    wire::reason::{Reason, Refusal},
+    worker::Slot,
+};
 use kvc_rdma::{Copy, Mover, MoverError, Region, RegionKey, Run};
 
 /// Registered buffers, in layout order.
@@ -21,11 +24,13 @@ pub(crate) struct PeerPool {
 }
 
 impl Pool {
-    /// Registers every buffer.
+    /// Registers every buffer. Buffers on a device are left alone: no mover here can read them.
     pub(crate) fn register(layout: KvLayout, mover: &dyn Mover) -> Result<Self, MoverError> {
         let mut keys = Vec::new();
-        for buffer in layout.buffers() {
-            keys.push(mover.register(region(buffer.base, buffer.len()))?);
+        if layout.device() == Device::Host {
+            for buffer in layout.buffers() {
+                keys.push(mover.register(region(buffer.base, buffer.len()))?);
+            }
         }
         let rows = layout.buffers().iter().map(|b| b.row).collect();
         Ok(Self { layout, keys, rows })
@@ -37,6 +42,17 @@ impl Pool {
 
     pub(crate) fn keys(&self) -> &[RegionKey] {
         &self.keys
+    }
+
+    /// Refuses to import to or export from memory that no mover reaches; sessions work all the same.
+    pub(crate) fn movable(&self) -> Result<(), Refusal> {
+        match self.layout.device() {
+            Device::Host => Ok(()),
+            Device::Cuda(ordinal) => Err(Refusal::new(
+                Reason::LayoutMismatch,
+                format!("this worker's KV is on cuda:{ordinal}, which cannot be moved yet"),
+            )),
+        }
     }
 
     /// The bytes of these slots in every buffer: what a lease exposes.

@@ -4,7 +4,7 @@ mod support;
 
 use std::{net::TcpListener, sync::Arc, time::Duration};
 
-use kvc_engine_ext::harness::{Client, Start, TestEngine, TestTurn};
+use kvc_engine_ext::harness::{Client, Start, TestEngine, TestTurn, true_kv};
 use kvc_proto::{
     id::{Incarnation, ReservationId},
     worker::Token,
@@ -242,6 +242,46 @@ fn a_stream_with_faults_is_a_typed_error_and_never_an_answer() {
         until("the peer's lease is over", || leases(&p) == 0);
         assert!(p.drain() && d.drain(), "pages leaked after {fault:?}");
     }
+}
+
+#[test]
+fn late_bytes_never_land_in_pages_given_to_another() {
+    // F11, XFER-1, XFER-2: the read is on its way when its import is cancelled, and its pages get another session's KV.
+    let behind = Behind::new();
+    let mut start = Start::new(config(&[]), 16);
+    start.mover = Some(behind.clone());
+    let (mut p, mut d) = (TestEngine::start(start).unwrap(), engine(&[], 16));
+    let prompt = tokens(7, 180);
+    let turn = p.arrive("s", &prompt, 0, None, Some(placement(1))).unwrap();
+    p.finish(turn, &[]);
+    behind.proxy.inject(Some(Fault::Delay {
+        pause: Duration::from_millis(80),
+    }));
+    d.step();
+    let reservation = admit(&d, &question("s", 0, 180, 180, 1, 1), "seed");
+    let answer = import(&d, "s", &order(reservation, 1, &p, 20_000));
+    until("the pull runs", || {
+        d.step();
+        transfers(&d)["imports"][0]["phase"] == "pulling"
+    });
+    std::thread::sleep(Duration::from_millis(20));
+    // The turn arrives before its import is over: the import is dropped, its pages come back with the next poll.
+    let mut turn = d
+        .arrive("s", &prompt, 1, Some(reservation), Some(placement(1)))
+        .unwrap();
+    assert_eq!(code(&answered(&mut d, answer)), "cancelled");
+    assert_eq!(d.free_pages(), 256, "the landing pages are free");
+    let other = tokens(9, 180);
+    let mut another = d.arrive("another", &other, 1, None, None).unwrap();
+    d.prefill(&mut another, 180);
+    let right = true_kv(&other, d.arena().layout().token_bytes());
+    assert!(d.bytes(&another) == right);
+    std::thread::sleep(Duration::from_millis(400));
+    assert!(d.bytes(&another) == right, "bytes of a cancelled read landed");
+    d.finish(another, &[1]);
+    d.prefill(&mut turn, 180);
+    d.finish(turn, &[1]);
+    assert!(p.drain() && d.drain());
 }
 
 #[test]

@@ -10,9 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvc_cuda::{Device, KvLayout};
 use kvc_engine_ext::{
     Engine, EngineFacts, StartError,
-    harness::{Start, TestEngine},
+    harness::{Client, Start, TestEngine},
 };
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use support::*;
@@ -213,6 +214,42 @@ fn a_pool_that_cannot_be_served_is_refused() {
         let error = Engine::start(config(&[]), facts(capacity)).err().expect("an error");
         assert!(matches!(error, StartError::Facts { field: "capacity", .. }), "{error}");
     }
+}
+
+#[test]
+fn kv_on_a_device_is_served_but_never_moved() {
+    let mut d = engine(&[], 16);
+    let host = d.arena().clone();
+    // SAFETY: obligation 1 — the arena outlives the engine below; the device is only claimed.
+    let layout = unsafe {
+        KvLayout::from_raw(
+            *host.layout().shape(),
+            Device::Cuda(0),
+            host.layout().buffers().to_vec(),
+        )
+    };
+    let facts = EngineFacts {
+        layout: layout.unwrap(),
+        model: "tiny".into(),
+        engine: "harness".into(),
+        capacity: 64,
+    };
+    let device = Engine::start(config(&[]), facts).unwrap();
+    d.step();
+    let reservation = admit(&d, &question("s", 0, 64, 64, 1, 1), "seed");
+    let order = order_from(reservation, 1, device.peer_listen(), device.incarnation(), 5000);
+    let answer = import(&d, "s", &order);
+    assert_eq!(answered(&mut d, answer).1["error"]["code"], "layout-mismatch");
+    let (status, body) = Client::connect(device.listen())
+        .unwrap()
+        .post("/kvc/v1/sessions/s/import", &order)
+        .unwrap();
+    assert_eq!(
+        (status, &body["error"]["code"]),
+        (502, &"layout-mismatch".into()),
+        "{body}"
+    );
+    assert!(d.drain());
 }
 
 /// Whether the other side closes the connection, at the latest after `within`.

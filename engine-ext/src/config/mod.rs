@@ -1,7 +1,8 @@
 //! [`Config`]: what a person may set. Read once at start by [`Config::load`]; a value that exists is valid.
 //!
 //! Order, later wins: built-in default < TOML file < environment (`KVC_<KEY>`) < flags. The file is named by the flag
-//! `config` or by `KVC_CONFIG`. Every key, its default and its meaning stand once, in [`KEYS`].
+//! `config` or by `KVC_CONFIG`. Other `KVC_` variables are ignored: other parts use the prefix too. Every key, its default
+//! and its meaning stand once, in [`KEYS`].
 
 mod error;
 mod keys;

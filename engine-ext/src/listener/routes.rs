@@ -151,6 +151,7 @@ async fn import(State(shared): State<Arc<Shared>>, Path(id): Path<String>, body:
     let id = named(&id)?;
     let request: ImportRequest = body::json(body, BODY_MAX).await?;
     body::checked_import(&request)?;
+    shared.pool.movable()?;
     let limit = Duration::from_millis(request.deadline_ms.into()).min(shared.config.import_deadline);
     let deadline = Instant::now() + limit;
     let begun = shared.call(|worker, now| {

@@ -167,6 +167,7 @@ impl PeerService {
                 ),
             ));
         }
+        self.shared.pool.movable()?;
         let layout = self.shared.pool.layout().fingerprint();
         if hello.layout != layout {
             return Err(Refusal::new(
