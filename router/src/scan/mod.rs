@@ -27,8 +27,6 @@ pub struct Fields<'a> {
     pub max_completion_tokens: Option<u32>,
     /// `max_tokens`.
     pub max_tokens: Option<u32>,
-    /// `n` or `sampling_params.n`.
-    pub n: Option<u32>,
     /// The prompt's size, from `input_ids`, `prompt`, `text` or `messages`.
     pub prompt: Option<PromptSize>,
 }
@@ -65,7 +63,6 @@ pub fn scan(body: &[u8]) -> Result<Fields<'_>, BadJson> {
                 json.object("an object", |json, key| {
                     match key {
                         "max_new_tokens" => fields.max_new_tokens = json.count()?,
-                        "n" => fields.n = json.count()?,
                         _ => json.skip()?,
                     }
                     Ok(())
@@ -74,7 +71,6 @@ pub fn scan(body: &[u8]) -> Result<Fields<'_>, BadJson> {
             "stream" => fields.stream = json.flag()?,
             "max_completion_tokens" => fields.max_completion_tokens = json.count()?,
             "max_tokens" => fields.max_tokens = json.count()?,
-            "n" => fields.n = json.count()?,
             "input_ids" | "prompt" | "text" | "messages" => {
                 let size = prompt_size(json, key == "messages")?;
                 // Token ids are exact: they win over a text beside them.
@@ -130,7 +126,7 @@ mod tests {
             (fields.max_new_tokens, fields.max_tokens, fields.max_completion_tokens),
             (Some(7), Some(9), Some(11))
         );
-        assert_eq!((fields.n, fields.prompt), (Some(2), Some(PromptSize::Tokens(3))));
+        assert_eq!(fields.prompt, Some(PromptSize::Tokens(3)));
     }
 
     #[test]
@@ -181,6 +177,23 @@ mod tests {
         assert_eq!(scan(b"{\"a\":\"\xff\"}").map_err(|e| e.at), Err(6));
         let deep = format!("{{\"a\":{}1{}}}", "[".repeat(1000), "]".repeat(1000));
         assert!(scan(deep.as_bytes()).is_err(), "depth is bounded");
+    }
+
+    /// The fuzz target's corpus (router/fuzz), so that what it once found stays found.
+    #[test]
+    fn the_corpus_is_read_or_refused_as_its_names_say() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/scan");
+        let mut files = 0;
+        for entry in std::fs::read_dir(folder).expect("the corpus") {
+            let path = entry.expect("an entry").path();
+            let body = std::fs::read(&path).expect("a file");
+            let good = path
+                .file_name()
+                .is_some_and(|n| n.to_string_lossy().starts_with("good"));
+            assert_eq!(scan(&body).is_ok(), good, "{path:?}");
+            files += 1;
+        }
+        assert!(files >= 12);
     }
 
     fn values() -> impl Strategy<Value = Value> {

@@ -180,7 +180,7 @@ async fn a_client_that_leaves_cancels_its_turn_and_releases_its_grant() {
 #[tokio::test]
 async fn a_busy_session_waits_and_gets_409() {
     // ADM-8, F2
-    let world = World::start(&[Role::Decode, Role::Decode], &["--busy-wait-ms", "200"]).await;
+    let world = World::start(&[Role::Decode, Role::Decode], &["--busy-wait-ms", "700"]).await;
     for w in &world.workers {
         w.behave().next.push_back(Generation::StallAfter(vec![event(1)]));
     }
