@@ -244,7 +244,7 @@ proptest! {
             if let (Some(d), false) = (pin, cause) {
                 prop_assert_eq!(ran.probed[0].0, d, "INV-3: the pinned worker is asked first");
                 let moved = ran.outcome == Outcome::Completed && ran.mode != Some(ExecutionMode::Fallback) && ran.worker != Some(d);
-                let reason = ran.probed.iter().filter(|(w, _)| *w == d).filter_map(|(_, r)| *r).last();
+                let reason = ran.probed.iter().filter(|(w, _)| *w == d).filter_map(|(_, r)| *r).next_back();
                 prop_assert!(!moved || reason.is_some_and(|r| r.counts_as_reject() || r == Reason::TooLarge), "INV-3");
             }
             if let Some(d) = direct {
