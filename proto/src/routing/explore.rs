@@ -207,6 +207,8 @@ fn explore(roles: &[Role], config: &RouterConfig) -> (u64, u64) {
             }
             if at == DEPTH {
                 cut += 1;
+                // Wherever it is cut, the client can leave and nothing stays behind.
+                course.step(Some(Event::ClientGone));
                 break;
             }
             if path.len() == at {
