@@ -57,8 +57,6 @@ pub struct ClientRequest {
     pub body: Bytes,
     /// What routing needs.
     pub turn: Turn,
-    /// The client wants a stream.
-    pub stream: bool,
 }
 
 impl ClientRequest {
@@ -81,12 +79,10 @@ impl ClientRequest {
             input_tokens: input_tokens(&fields, body.len()),
             estimated: !matches!(fields.prompt, Some(PromptSize::Tokens(_))),
         };
-        let stream = fields.stream;
         Ok(ClientRequest {
             path,
             headers: forwarded(headers),
             turn,
-            stream,
             body,
         })
     }

@@ -159,12 +159,6 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// True only for `true`; the engine judges other types.
-    pub fn flag(&mut self) -> Result<bool, BadJson> {
-        let set = self.peek() == Some(b't');
-        self.skip().map(|()| set)
-    }
-
     /// A whole number that fits; the engine judges other values.
     pub fn count(&mut self) -> Result<Option<u32>, BadJson> {
         let from = self.at;

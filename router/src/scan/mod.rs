@@ -19,8 +19,6 @@ pub struct Fields<'a> {
     pub session_id: Option<Cow<'a, str>>,
     /// `session_params.id`.
     pub session_params_id: Option<Cow<'a, str>>,
-    /// `stream`.
-    pub stream: bool,
     /// `sampling_params.max_new_tokens`.
     pub max_new_tokens: Option<u32>,
     /// `max_completion_tokens`.
@@ -68,7 +66,6 @@ pub fn scan(body: &[u8]) -> Result<Fields<'_>, BadJson> {
                     Ok(())
                 })?;
             }
-            "stream" => fields.stream = json.flag()?,
             "max_completion_tokens" => fields.max_completion_tokens = json.count()?,
             "max_tokens" => fields.max_tokens = json.count()?,
             "input_ids" | "prompt" | "text" | "messages" => {
@@ -121,7 +118,6 @@ mod tests {
         let fields = scan(body).expect("it is JSON");
         assert_eq!(fields.session_id.as_deref(), Some("sä\n"));
         assert_eq!(fields.session_params_id.as_deref(), Some("p"));
-        assert!(fields.stream);
         assert_eq!(
             (fields.max_new_tokens, fields.max_tokens, fields.max_completion_tokens),
             (Some(7), Some(9), Some(11))
@@ -208,7 +204,7 @@ mod tests {
             prop::collection::vec(0u32..200_000, 0..40).prop_map(Value::from),
         ];
         let key = prop_oneof![
-            2 => prop::sample::select(vec!["stream", "n", "sampling_params", "session_params", "input_ids", "prompt", "messages"]).prop_map(str::to_owned),
+            2 => prop::sample::select(vec!["max_tokens", "n", "sampling_params", "session_params", "input_ids", "prompt", "messages"]).prop_map(str::to_owned),
             1 => "\\PC{0,5}",
         ];
         leaf.prop_recursive(4, 40, 6, move |inner| {
@@ -220,16 +216,17 @@ mod tests {
     }
 
     fn object() -> impl Strategy<Value = Value> {
-        prop::collection::btree_map("[a-z_]{1,8}|input_ids|stream", values(), 0..6).prop_map(|m| json!(m))
+        prop::collection::btree_map("[a-z_]{1,8}|input_ids|max_tokens", values(), 0..6).prop_map(|m| json!(m))
     }
 
     /// The plain way, to compare with.
-    fn model(value: &Value) -> (bool, Option<u32>) {
+    fn model(value: &Value) -> (Option<u32>, Option<u32>) {
         let count = |v: &Value| match v.as_array() {
             Some(a) if a.iter().all(Value::is_number) => u32::try_from(a.len()).ok(),
             _ => None,
         };
-        (value["stream"] == json!(true), value.get("input_ids").and_then(count))
+        let limit = value["max_tokens"].as_u64().and_then(|n| u32::try_from(n).ok());
+        (limit, value.get("input_ids").and_then(count))
     }
 
     proptest! {
@@ -242,8 +239,8 @@ mod tests {
             let fields = scan(text.as_bytes());
             prop_assert!(fields.is_ok(), "{} {:?}", text, fields);
             let fields = fields.expect("checked");
-            let (stream, tokens) = model(&value);
-            prop_assert_eq!(fields.stream, stream);
+            let (limit, tokens) = model(&value);
+            prop_assert_eq!(fields.max_tokens, limit);
             if let (Some(tokens), None, None, None) = (tokens, value.get("prompt"), value.get("text"), value.get("messages")) {
                 prop_assert_eq!(fields.prompt, Some(PromptSize::Tokens(tokens)));
             }
