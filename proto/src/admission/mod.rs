@@ -6,7 +6,9 @@
 pub mod decide;
 pub mod ledger;
 pub mod reservation;
+#[cfg(test)]
+mod tests;
 
-pub use decide::{Question, decide};
+pub use decide::{Question, Verdict, decide};
 pub use ledger::{Charge, Ledger};
 pub use reservation::{Reservation, Reservations};

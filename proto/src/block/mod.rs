@@ -5,6 +5,8 @@
 
 pub mod state;
 pub mod table;
+#[cfg(test)]
+mod tests;
 
 pub use state::{PageState, Quarantine};
 pub use table::Table;

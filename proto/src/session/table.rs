@@ -1,7 +1,7 @@
 //! All sessions, by key (an index that lives as long as the record) and by name.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     ops::{Bound, Index, IndexMut},
 };
 
@@ -18,7 +18,9 @@ pub struct Key(u32);
 pub struct Sessions {
     records: Vec<Option<Box<Session>>>,
     free: Vec<Key>,
-    by_id: BTreeMap<SessionId, Key>,
+    by_id: HashMap<SessionId, Key>,
+    /// The same in the order of names, for listings: a look-up there would touch a dozen names in memory.
+    listed: BTreeMap<SessionId, Key>,
 }
 
 impl Sessions {
@@ -59,6 +61,7 @@ impl Sessions {
             }
         };
         self.by_id.insert(id.clone(), key);
+        self.listed.insert(id.clone(), key);
         key
     }
 
@@ -76,6 +79,7 @@ impl Sessions {
     pub fn remove(&mut self, key: Key) {
         if let Some(session) = self.records.get_mut(key.0 as usize).and_then(Option::take) {
             self.by_id.remove(&session.id);
+            self.listed.remove(&session.id);
             self.free.push(key);
         }
     }
@@ -83,14 +87,14 @@ impl Sessions {
     /// Records in the order of their names, after one.
     pub fn after(&self, id: Option<&SessionId>) -> impl Iterator<Item = &Session> {
         let from = id.map_or(Bound::Unbounded, Bound::Excluded);
-        self.by_id
+        self.listed
             .range::<SessionId, _>((from, Bound::Unbounded))
             .filter_map(|(_, key)| self.get(*key))
     }
 
     /// Keys of all records.
     pub fn keys(&self) -> Vec<Key> {
-        self.by_id.values().copied().collect()
+        self.listed.values().copied().collect()
     }
 }
 

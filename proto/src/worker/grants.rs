@@ -1,12 +1,12 @@
 //! Service side: admission (ADM-1..12, 14) and release. Every answer is O(log sessions) and looks at one session.
 
 use crate::{
-    admission::{Charge, Question, Reservation, decide},
+    admission::{Charge, Question, Reservation, Verdict, decide},
     id::{ReservationId, SessionId},
     session::{Key, SessionState},
     time::Now,
     wire::{
-        admit::{AdmitAnswer, AdmitRequest, Mode, ReleaseAnswer, ReleaseRequest, ReleasedKv, Via},
+        admit::{AdmitAnswer, AdmitRequest, ReleaseAnswer, ReleaseRequest, ReleasedKv, Via},
         reason::{Reason, Refusal},
     },
 };
@@ -18,12 +18,12 @@ impl Worker {
     /// refusal changes nothing and is not remembered (ADM-10).
     pub fn admit(&mut self, request: &AdmitRequest, now: Now) -> AdmitAnswer {
         let fine = request.input_tokens > 0 && request.append_tokens <= request.input_tokens;
+        let found = self.sessions.find(&request.session_id);
         let verdict = if fine {
-            self.grant(request, now)
+            self.grant(request, found, now)
         } else {
             Err(Reason::BadRequest)
         };
-        let session = self.sessions.by_id(&request.session_id);
         let (granted, reason) = match verdict {
             Ok(id) => (self.reservations.get(id).map(|r| (id, r)), None),
             Err(reason) => {
@@ -31,6 +31,8 @@ impl Worker {
                 (None, Some(reason))
             }
         };
+        let key = granted.map(|(_, r)| r.session).or(found);
+        let session = key.and_then(|k| self.sessions.get(k));
         let deadline_ms = granted.map(|(_, r)| {
             let left = r.deadline.map_or(self.config.reservation, |d| d.since(now));
             u32::try_from(left.as_millis()).unwrap_or(u32::MAX)
@@ -100,12 +102,11 @@ impl Worker {
         self.refresh(key);
     }
 
-    fn grant(&mut self, request: &AdmitRequest, now: Now) -> Result<ReservationId, Reason> {
+    fn grant(&mut self, request: &AdmitRequest, found: Option<Key>, now: Now) -> Result<ReservationId, Reason> {
         if request.incarnation.is_some_and(|i| i != self.incarnation) {
             return Err(Reason::StaleIncarnation);
         }
         self.reservations.seen(request.key.router, request.key.request);
-        let found = self.sessions.find(&request.session_id);
         if let Some(id) = self.reservations.of_request(&request.key) {
             let same = self.reservations.get(id).is_some_and(|r| Some(r.session) == found);
             return if same { Ok(id) } else { Err(Reason::BadRequest) };
@@ -146,11 +147,22 @@ impl Worker {
             ..question
         };
         let verdict = decide(question, &self.ledger, &self.config)?;
-        Ok(self.reserve(request, verdict.mode, verdict.need, growth, now))
+        let session = match found.filter(|k| self.sessions.get(*k).is_some()) {
+            Some(key) => key,
+            None => self.sessions.find_or_insert(&request.session_id, now),
+        };
+        Ok(self.reserve(request, session, verdict, growth, now))
     }
 
-    fn reserve(&mut self, request: &AdmitRequest, mode: Mode, need: u32, growth: u32, now: Now) -> ReservationId {
-        let session = self.sessions.find_or_insert(&request.session_id, now);
+    fn reserve(
+        &mut self,
+        request: &AdmitRequest,
+        session: Key,
+        verdict: Verdict,
+        growth: u32,
+        now: Now,
+    ) -> ReservationId {
+        let Verdict { mode, need } = verdict;
         let charge = Charge {
             reserved: need,
             ..Charge::default()

@@ -9,7 +9,6 @@ use super::{
     rules::lease,
 };
 use crate::{
-    id::*,
     wire::{
         admit::{AdmitRequest, ReleaseRequest, Via},
         reason::{Reason, Refusal},
