@@ -135,7 +135,7 @@ class KvcCache(SessionAwareCache):
         run: Run | None = None if req is None else req.kvc
         if run is None:
             return self.inner.match_prefix(params)
-        if req.to_finish is not None:
+        if req.to_finish is not None or self.engine.faulted:
             # Aborted before it ran; its tokens may have been replaced by one. It ends without the session (F4).
             self.leave(req)
             return self.inner.match_prefix(params)
@@ -179,7 +179,7 @@ class KvcCache(SessionAwareCache):
             self.free(run.turn.begin())
 
     def cache_unfinished_req(self, req: Req, **kwargs: Any) -> None:
-        run: Run | None = req.kvc
+        run = self._run(req)
         if run is None:
             self.inner.cache_unfinished_req(req, **kwargs)
             return
@@ -192,7 +192,7 @@ class KvcCache(SessionAwareCache):
             self._adopt(req, run, req.fill_ids)
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, **kwargs: Any) -> None:
-        run: Run | None = req.kvc
+        run = self._run(req)
         if run is None:
             self.inner.cache_finished_req(req, is_insert=is_insert, **kwargs)
             return
@@ -332,6 +332,14 @@ class KvcCache(SessionAwareCache):
         self.prefixes.pop(handle, None)
 
     # Translation.
+
+    def _run(self, req: Req) -> Run | None:
+        run: Run | None = req.kvc
+        if run is not None and self.engine.faulted and run.node is None and not run.adopted:
+            # The module ended while this request ran on nothing of a session: it goes on as a plain one.
+            self.running.pop(req, None)
+            run = req.kvc = None
+        return run
 
     def _row(self, req: Req, end: int) -> torch.Tensor:
         return self.req_to_token_pool.req_to_token[req.req_pool_idx, :end]

@@ -5,6 +5,7 @@ Requests with a session get a turn here, and the machine's commands are carried 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from http import HTTPStatus
@@ -62,10 +63,12 @@ class Hooks:
         self.engine = engine
         self.cache = KvcCache(scheduler.tree_cache, engine, self._lost)
         self._stuck = 0
-        self._wake: int | None = None
+        self._nudge: int | None = None
         if scheduler.idle_sleeper is not None:
-            self._wake = engine.wake_fd()
-            scheduler.idle_sleeper.poller.register(self._wake, POLLIN)
+            # A sleeping loop wakes for the module's commands, and does not sleep while a turn is stuck.
+            self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            for descriptor in (engine.wake_fd(), self._nudge):
+                scheduler.idle_sleeper.poller.register(descriptor, POLLIN)
 
     def route(self, recv_req: TokenizedGenerateReqInput) -> bool:
         """Before the request object exists: whose turn is it? True: the request has been refused."""
@@ -113,13 +116,18 @@ class Hooks:
     def poll(self) -> None:
         """Once per loop iteration."""
         scheduler, cache = self.scheduler, self.cache
-        if self._wake is not None:
+        if self._nudge is not None:
             self.engine.clear_wake()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._nudge)
         self.sweep()
         if scheduler.running_batch.is_empty():
             # "No token" while nothing runs marks the empty batch as full, and nothing upstream ever resets it.
             scheduler.running_batch.batch_is_full = False
         self._unwedge()
+        if self.engine.faulted:
+            self._recover()
+            return
         commands = self.engine.poll(
             free=scheduler.token_to_kv_pool_allocator.available_size(),
             tree_evictable=cache.inner.evictable_size(),
@@ -130,6 +138,14 @@ class Hooks:
         )
         for command in commands:
             cache.carry_out(command)
+
+    def _recover(self) -> None:
+        """After a fault of the module: as soon as nothing runs, everything it held is the engine's again."""
+        scheduler = self.scheduler
+        if self._lost() and len(scheduler.req_to_token_pool.free_slots) == scheduler.req_to_token_pool.size:
+            self.cache.reset()
+            scheduler.token_to_kv_pool_allocator.clear()
+            log.warning("kvc: the module is off; the memory of its sessions has been taken back")
 
     def _lost(self) -> int:
         """After a fault of the module: tokens that nobody accounts for any more, until the engine flushes."""
@@ -154,6 +170,8 @@ class Hooks:
             and not self.cache.landings
         )
         self._stuck = self._stuck + 1 if idle else 0
+        if self._stuck and self._nudge is not None:
+            os.eventfd_write(self._nudge, 1)
         if self._stuck > STUCK_ITERATIONS:
             run: Run | None = scheduler.waiting_queue[0].kvc
             if run is not None:
