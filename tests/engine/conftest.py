@@ -104,7 +104,8 @@ def cluster():
     prefill = Worker("prefill", role="prefill", append=APPEND, page=16, pool=32768)
     d1 = Worker("decode1", role="decode", append=APPEND, page=1, pool=12288, running=8)
     d2 = Worker("decode2", role="decode", append=APPEND, page=16, pool=12288, running=8)
-    router = Router("router", [("prefill", prefill.url), ("decode", d1.url), ("decode", d2.url)])
+    workers = [("prefill", prefill.url), ("decode", d1.url), ("decode", d2.url)]
+    router = Router("router", workers, ["--busy-wait-ms", "300"])
     started = run(None, prefill, d1, d2)
     next(started)
     try:

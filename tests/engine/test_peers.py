@@ -45,7 +45,7 @@ def test_an_exporter_that_stops_mid_pull_is_given_up_in_time(cluster, plain, ora
         assert time.monotonic() - began < 8
         assert code(answer) in {"deadline-exceeded", "peer-unreachable", "transfer-failed"}
         assert assert_balanced(target)["landing"] == 0
-        reply = target.generate(seed.prompt, seed.sid, n=6)
+        reply = seed.decode(n=6)  # the grant is still good: the prompt is computed here
     oracle.tokens(seed.prompt, reply.tokens, plain.generate(seed.prompt, n=6).tokens, "computed here")
     until(lambda: not source.listener.get("/kvc/v1/transfers").json["leases"], 60)
 
@@ -122,14 +122,4 @@ def test_another_kv_layout_is_refused_at_the_handshake(cluster, victim):
     seed.admit()
     seed.prefill()
     assert code(seed.pull(deadline_ms=5000)) == "layout-mismatch"
-    assert_balanced(target)
-
-
-def test_another_model_is_refused_at_the_handshake(cluster, victim):
-    """XFER-6, SES-5."""
-    source, target = victim(flags=["--served-model-name", "another"]), cluster.decodes[0]
-    seed = Seed(source, target, "model", script.ids(random.Random(77), 500))
-    seed.admit()
-    seed.prefill()
-    assert code(seed.pull(deadline_ms=5000)) == "model-mismatch"
     assert_balanced(target)

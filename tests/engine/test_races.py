@@ -38,12 +38,12 @@ def test_a_second_turn_through_the_router_is_409(cluster):
     reply = cluster.router.generate(prompt, "busy-router", n=4)
     history = prompt + reply.tokens
     holder = cluster.holder("busy-router")
-    first = Background(cluster.router.generate, history, "busy-router", n=3000)
+    first = Background(cluster.router.generate, history, "busy-router", n=400)
     until(lambda: running(holder, "busy-router"))
     with pytest.raises(HttpError) as refused:
         cluster.router.generate([*history, 9], "busy-router", n=2)
     assert refused.value.answer.status == 409 and "session-busy" in refused.value.answer.text
-    assert len(first.done(120).tokens) == 3000
+    assert len(first.done(120).tokens) == 400
     assert cluster.holder("busy-router") is holder
 
 
@@ -98,7 +98,7 @@ def test_abort_while_decoding_does_not_advance(worker):
     """OWN-6: an aborted turn never moves `committed`."""
     history = opened(worker, "ab-decode")
     committed = worker.session("ab-decode")["committed"]
-    stream = worker.http.stream("/generate", worker.body(history, "ab-decode", 2000, stream=True, rid="ab-decode"))
+    stream = worker.http.stream("/generate", worker.body(history, "ab-decode", 1000, stream=True, rid="ab-decode"))
     next(iter(stream))
     worker.http.post("/abort_request", {"rid": "ab-decode"})
     for _ in stream:
@@ -122,7 +122,7 @@ def test_a_client_that_leaves_while_decoding_cancels_its_turn(cluster):
     prompt = script.ids(random.Random(22), 500)
     history = prompt + cluster.router.generate(prompt, "leave", n=4).tokens
     holder = cluster.holder("leave")
-    stream = cluster.router.http.stream("/generate", holder.body(history, "leave", 6000, stream=True))
+    stream = cluster.router.http.stream("/generate", holder.body(history, "leave", 1500, stream=True))
     next(iter(stream))
     assert running(holder, "leave")
     stream.close()
