@@ -9,6 +9,8 @@ pub mod config;
 mod effect;
 mod facts;
 #[cfg(feature = "harness")]
+pub mod fuzz;
+#[cfg(feature = "harness")]
 pub mod harness;
 mod listener;
 mod metrics;

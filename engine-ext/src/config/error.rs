@@ -41,7 +41,7 @@ pub enum ConfigError {
         limit: String,
     },
     /// A file cannot be read or understood.
-    #[error("{field} ({origin}): {path}: {fault}")]
+    #[error("{field} ({origin}): {path:?}: {fault}")]
     File {
         /// Which key names the file.
         field: &'static str,
@@ -68,9 +68,10 @@ impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Origin::Default => f.write_str("default"),
-            Origin::File(path) => write!(f, "file {}", path.display()),
-            Origin::Environment(name) => write!(f, "environment {name}"),
-            Origin::Flag(name) => write!(f, "flag {name}"),
+            // Escaped: whatever the names hold, the error stays one line.
+            Origin::File(path) => write!(f, "file {}", path.to_string_lossy().escape_debug()),
+            Origin::Environment(name) => write!(f, "environment {}", name.escape_debug()),
+            Origin::Flag(name) => write!(f, "flag {}", name.escape_debug()),
         }
     }
 }

@@ -90,7 +90,10 @@ impl Config {
         flags: &[(String, String)],
         environment: impl IntoIterator<Item = (String, String)>,
     ) -> Result<Self, ConfigError> {
-        let source = Source::collect(flags, environment)?;
+        Self::parse(&Source::collect(flags, environment)?)
+    }
+
+    fn parse(source: &Source) -> Result<Self, ConfigError> {
         let config = Self {
             listen: source.address(keys::LISTEN)?,
             peer_listen: source.address(keys::PEER_LISTEN)?,
@@ -225,6 +228,19 @@ impl fmt::Debug for Secret {
 impl fmt::Debug for Tls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Tls").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Fuzz target: a settings file is taken, or refused with one line.
+#[cfg(feature = "harness")]
+pub(crate) fn fuzz(text: &str) {
+    let file = error::Origin::Flag("config".into());
+    let config = Source::collect(&[], []).and_then(|mut source| {
+        source.read_text("fuzz", text, file)?;
+        Config::parse(&source)
+    });
+    if let Err(error) = config {
+        assert!(!error.to_string().contains('\n'), "{error}");
     }
 }
 

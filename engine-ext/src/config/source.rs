@@ -68,7 +68,17 @@ impl Source {
             fault,
         };
         let text = fs::read_to_string(path).map_err(|e| fault(format!("{e}: give a readable TOML file")))?;
-        let table = toml::Table::from_str(&text).map_err(|e| fault(e.to_string().trim().replace('\n', " ")))?;
+        self.read_text(path, &text, origin.clone())
+    }
+
+    pub(super) fn read_text(&mut self, path: &str, text: &str, origin: Origin) -> Result<(), ConfigError> {
+        let fault = |fault: String| ConfigError::File {
+            field: CONFIG,
+            origin: origin.clone(),
+            path: path.into(),
+            fault,
+        };
+        let table = toml::Table::from_str(text).map_err(|e| fault(e.to_string().trim().replace('\n', " ")))?;
         let from = Origin::File(PathBuf::from(path));
         let mut flat = Vec::new();
         for (name, value) in table {
@@ -86,7 +96,7 @@ impl Source {
                 toml::Value::Boolean(b) => b.to_string(),
                 other => {
                     return Err(fault(format!(
-                        "{name} is a {}: give a text, number or boolean",
+                        "{name:?} is a {}: give a text, number or boolean",
                         other.type_str()
                     )));
                 }
@@ -252,7 +262,7 @@ fn known(name: &str, origin: &Origin) -> Result<&'static str, ConfigError> {
         .map(|key| key.name)
         .find(|key| *key == name || key.replace('.', "_") == name)
         .ok_or_else(|| ConfigError::Unknown {
-            key: name.into(),
+            key: name.chars().take(64).flat_map(char::escape_debug).collect(),
             origin: origin.clone(),
             known: KEYS.iter().map(|key| key.name).collect::<Vec<_>>().join(", "),
         })

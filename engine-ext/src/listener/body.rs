@@ -26,7 +26,12 @@ pub(super) async fn json<T: DeserializeOwned>(body: Body, limit: usize) -> Resul
         Ok(Err(e)) => return Err(bad(format!("the body did not arrive: {e}"))),
         Ok(Ok(collected)) => collected.to_bytes(),
     };
-    serde_json::from_slice(&bytes).map_err(|e| bad(format!("body: {e}")))
+    parsed(&bytes)
+}
+
+/// The body's own shape.
+pub(super) fn parsed<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refusal> {
+    serde_json::from_slice(bytes).map_err(|e| bad(format!("body: {e}")))
 }
 
 /// Ranges and lengths that add up (ADM-10).
@@ -65,4 +70,19 @@ pub(super) fn checked_import(request: &ImportRequest) -> Result<(), Refusal> {
 
 pub(super) fn bad(message: String) -> Refusal {
     Refusal::new(Reason::BadRequest, message)
+}
+
+/// Fuzz target: whatever comes is refused with a sentence, or is a question that survives being written again.
+#[cfg(feature = "harness")]
+pub(crate) fn fuzz(input: &[u8]) {
+    if let Ok(question) = parsed::<AdmitRequest>(input)
+        && checked(&question).is_ok()
+    {
+        let again = serde_json::to_vec(&question).unwrap_or_default();
+        assert_eq!(parsed::<AdmitRequest>(&again).ok(), Some(question));
+    }
+    if let Ok(order) = parsed::<ImportRequest>(input) {
+        let _ = checked_import(&order);
+    }
+    let _ = parsed::<kvc_proto::wire::admit::ReleaseRequest>(input);
 }

@@ -2,7 +2,7 @@
 //! (ADM-11).
 
 mod answer;
-mod body;
+pub(crate) mod body;
 mod connection;
 mod routes;
 mod thread;

@@ -9,7 +9,7 @@ use std::{
 use kvc_proto::{
     id::{Epoch, Incarnation, LeaseId, Placement, SessionId, StoreId},
     wire::reason::{Reason, Refusal},
-    worker::{Identity, LeaseGrant, LeaseView},
+    worker::{Identity, LeaseGrant, LeaseView, Slot},
 };
 use kvc_rdma::{LeaseToken, RegionKey};
 use tokio::time::{Instant, timeout_at};
@@ -181,36 +181,7 @@ impl Peer {
         let reply = self
             .within(deadline, "lease", client.lease(self.signed(request)))
             .await?;
-        let token: [u8; 32] = reply
-            .token
-            .as_slice()
-            .try_into()
-            .map_err(|_| self.broke("lease token"))?;
-        let epoch = Epoch {
-            placement: Placement {
-                n: reply.placement,
-                store: StoreId(reply.store),
-            },
-            rewind: reply.rewind,
-        };
-        if reply.lives_ms == 0
-            || reply.share as usize > reply.tokens.len()
-            || reply.readable as usize > reply.tokens.len()
-        {
-            return Err(self.broke("lease"));
-        }
-        Ok(Granted {
-            grant: LeaseGrant {
-                lease: LeaseId(reply.lease),
-                epoch,
-                identity: Identity(reply.identity.into()),
-                tokens: reply.tokens.into(),
-                readable: reply.readable,
-                share: reply.share,
-                lives: Duration::from_millis(reply.lives_ms.into()),
-            },
-            token: LeaseToken::from_bytes(token),
-        })
+        granted(reply).ok_or_else(|| self.broke("lease"))
     }
 
     /// What became readable past `from`; waits at most `wait` for it.
@@ -230,16 +201,7 @@ impl Peer {
         let mut client = self.client.clone();
         let until = deadline.min(Instant::now() + wait + CALL);
         let reply = self.within(until, "watch", client.watch(self.signed(request))).await?;
-        let mut slots = Vec::new();
-        for run in &reply.runs {
-            let end = run.slot.checked_add(run.len).filter(|end| *end <= self.pool.slots);
-            let end = end.ok_or_else(|| self.broke("slot run"))?;
-            // A peer's pool bounds what it can name; no session is longer.
-            if slots.len() + run.len as usize > self.pool.slots as usize {
-                return Err(self.broke("slot runs"));
-            }
-            slots.extend(run.slot..end);
-        }
+        let slots = expanded(&reply, self.pool.slots).ok_or_else(|| self.broke("slot run"))?;
         Ok(LeaseView {
             from: reply.from,
             slots,
@@ -338,6 +300,48 @@ async fn challenge(shared: &Shared, client: &mut PeerClient<Channel>, address: &
             format!("peer {address} does not prove the shared secret of this worker"),
         )),
     }
+}
+
+/// A grant whose numbers add up.
+pub(super) fn granted(reply: wire::LeaseReply) -> Option<Granted> {
+    let token: [u8; 32] = reply.token.as_slice().try_into().ok()?;
+    let tokens = reply.tokens.len();
+    if reply.lives_ms == 0 || reply.share as usize > tokens || reply.readable as usize > tokens {
+        return None;
+    }
+    let placement = Placement {
+        n: reply.placement,
+        store: StoreId(reply.store),
+    };
+    Some(Granted {
+        grant: LeaseGrant {
+            lease: LeaseId(reply.lease),
+            epoch: Epoch {
+                placement,
+                rewind: reply.rewind,
+            },
+            identity: Identity(reply.identity.into()),
+            tokens: reply.tokens.into(),
+            readable: reply.readable,
+            share: reply.share,
+            lives: Duration::from_millis(reply.lives_ms.into()),
+        },
+        token: LeaseToken::from_bytes(token),
+    })
+}
+
+/// The slots of a view, unless a run leaves the peer's pool of `pool` slots or all together are more than it has: no
+/// session is longer, and an answer of a few bytes cannot make us allocate.
+pub(super) fn expanded(reply: &wire::WatchReply, pool: u32) -> Option<Vec<Slot>> {
+    let mut slots = Vec::new();
+    for run in &reply.runs {
+        let end = run.slot.checked_add(run.len).filter(|end| *end <= pool)?;
+        if slots.len() + run.len as usize > pool as usize {
+            return None;
+        }
+        slots.extend(run.slot..end);
+    }
+    Some(slots)
 }
 
 fn announced(shared: &Shared, address: &str, regions: &[wire::Region]) -> Result<PeerPool, Refusal> {

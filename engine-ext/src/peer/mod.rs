@@ -23,3 +23,27 @@ const BEARER: &str = "kvc-bearer-bin";
 mod wire {
     tonic::include_proto!("kvc.peer.v1");
 }
+
+/// Fuzz target: bytes of a peer as every message that we take from one; what is accepted stays in bounds.
+#[cfg(feature = "harness")]
+pub(crate) fn fuzz(input: &[u8]) {
+    use prost::Message;
+    const POOL: u32 = 1000;
+    if let Ok(reply) = wire::WatchReply::decode(input)
+        && let Some(slots) = client::expanded(&reply, POOL)
+    {
+        assert!(slots.len() <= POOL as usize && slots.iter().all(|slot| *slot < POOL));
+    }
+    if let Ok(reply) = wire::LeaseReply::decode(input)
+        && let Some(granted) = client::granted(reply)
+    {
+        assert!(granted.grant.readable as usize <= granted.grant.tokens.len());
+    }
+    let _ = wire::ChallengeRequest::decode(input);
+    let _ = wire::ChallengeReply::decode(input);
+    let _ = wire::HelloRequest::decode(input);
+    let _ = wire::HelloReply::decode(input);
+    let _ = wire::LeaseRequest::decode(input);
+    let _ = wire::WatchRequest::decode(input);
+    let _ = wire::LeaseName::decode(input);
+}

@@ -1,6 +1,12 @@
 //! What a stranger can say to the peer port.
 
-use kvc_proto::wire::reason::Reason;
+use std::sync::mpsc;
+
+use kvc_proto::{
+    id::{Placement, StoreId},
+    wire::reason::Reason,
+};
+use kvc_rdma::{Copy, HostRegion, LeaseToken, Mover, MoverError, ReadOptions, RegionKey, Run, TcpConfig, TcpMover};
 use tokio::runtime::Runtime;
 use tonic::{
     Code, Request,
@@ -117,6 +123,115 @@ fn a_bearer_is_good_on_its_own_connection_only() {
         let stolen = dial(&worker).await.renew(renew()).await.unwrap_err();
         assert_eq!(refusal("p", &stolen).code, Reason::Unauthenticated);
     });
+}
+
+/// A peer that has said hello: its signed requests, and a mover to read with.
+struct Reader {
+    client: PeerClient<Channel>,
+    token: Vec<u8>,
+    keys: Vec<u32>,
+    data: String,
+    mover: TcpMover,
+    landing: RegionKey,
+}
+
+impl Reader {
+    async fn greet(worker: &TestEngine, incarnation: u64) -> Self {
+        let mut client = dial(worker).await;
+        let said = challenged(worker, &mut client).await;
+        let mut hello = hello(worker, &said);
+        hello.incarnation = incarnation;
+        let reply = client.hello(hello).await.unwrap().into_inner();
+        let mover = TcpMover::start(TcpConfig::default()).unwrap();
+        let landing = mover.register(HostRegion::new(4096).into()).unwrap();
+        Self {
+            client,
+            token: reply.token,
+            keys: reply.regions.iter().map(|r| r.key).collect(),
+            data: reply.data,
+            mover,
+            landing,
+        }
+    }
+
+    fn signed<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        request
+            .metadata_mut()
+            .insert_bin(BEARER, MetadataValue::from_bytes(&self.token));
+        request
+    }
+
+    /// Reads 32 bytes of a slot under a lease.
+    fn read(&self, token: &[u8], slot: u32) -> Result<(), MoverError> {
+        let run = |region, offset| Run {
+            region,
+            offset,
+            len: 32,
+        };
+        let copy = Copy {
+            remote: run(RegionKey(self.keys[0]), u64::from(slot) * 32),
+            local: run(self.landing, 0),
+        };
+        let (done, outcome) = mpsc::channel();
+        let token = LeaseToken::from_bytes(token.try_into().unwrap());
+        let options = ReadOptions::default();
+        let told = Box::new(move |outcome: Result<_, _>| drop(done.send(outcome.map(|_| ()))));
+        let _read = self.mover.read(&self.data, token, vec![copy], options, told);
+        outcome.recv().unwrap()
+    }
+}
+
+#[test]
+fn only_readable_slots_are_exposed_and_nothing_after_a_revocation() {
+    // XFER-2: revoke, fence, free. When the scheduler's call returns nothing can be read any more.
+    let mut worker = worker();
+    let prompt: Vec<u32> = (0..64).collect();
+    let placement = Placement {
+        n: 1,
+        store: StoreId(1),
+    };
+    let mut turn = worker.arrive("s", &prompt, 0, None, Some(placement)).unwrap();
+    worker.prefill(&mut turn, 32);
+    Runtime::new().unwrap().block_on(async {
+        let mut peer = Reader::greet(&worker, 1).await;
+        let ask = wire::LeaseRequest {
+            session: "s".into(),
+            placement: 1,
+            store: 1,
+            wait_ms: 1000,
+        };
+        let lease = peer.client.lease(peer.signed(ask)).await.unwrap().into_inner();
+        let first = worker.slot(&turn, 0);
+        assert!(
+            peer.read(&lease.token, first).is_err(),
+            "nothing is exposed before it is asked for"
+        );
+        let watch = wire::WatchRequest {
+            lease: lease.lease,
+            from: 0,
+            wait_ms: 1000,
+        };
+        let view = peer.client.watch(peer.signed(watch)).await.unwrap().into_inner();
+        assert_eq!(view.runs.iter().map(|r| r.len).sum::<u32>(), 32);
+        assert_eq!(peer.read(&lease.token, first), Ok(()));
+        assert!(
+            matches!(peer.read(&lease.token, 0), Err(MoverError::RangeRefused { .. })),
+            "another session's slot"
+        );
+        // Another peer cannot use the lease, and does not learn that there is one.
+        let mut other = Reader::greet(&worker, 2).await;
+        let name = || wire::LeaseName { lease: lease.lease };
+        let refused = other.client.confirm(other.signed(name())).await.unwrap_err();
+        assert_eq!(refusal("p", &refused).code, Reason::LeaseUnknown);
+        other.client.end(other.signed(name())).await.unwrap_err();
+        assert_eq!(peer.read(&lease.token, first), Ok(()));
+        worker.abort(turn);
+        assert!(peer.read(&lease.token, first).is_err(), "read after the fence");
+        let refused = peer.client.confirm(peer.signed(name())).await.unwrap_err();
+        assert!([Reason::LeaseRevoked, Reason::LeaseUnknown].contains(&refusal("p", &refused).code));
+    });
+    assert!(worker.drain());
 }
 
 #[test]

@@ -144,9 +144,11 @@ async fn serve(
 
 /// Renews while the import works (XFER-2); returns only when that fails.
 async fn renew(peer: &Peer, lease: Lease, lives: Duration) -> Refusal {
+    // A peer that grants a life of next to nothing must not make us ask all the time.
+    let third = (lives / 3).max(Duration::from_millis(20));
     loop {
-        tokio::time::sleep(lives / 3).await;
-        if let Err(why) = peer.renew(lease, lives / 3).await {
+        tokio::time::sleep(third).await;
+        if let Err(why) = peer.renew(lease, third).await {
             return why;
         }
     }
