@@ -9,7 +9,8 @@ from harness.module import assert_balanced
 
 
 def test_sessions_are_accounted_for_while_they_live_and_gone_after_close(small):
-    """Appends, rewinds, shortenings, unaligned ends (F7), logprobs from 0 (F5), refused and too long requests (F4); no row while idle (OWN-3)."""
+    """Appends, rewinds, shortenings, unaligned ends (F7), logprobs from 0 (F5), refused and too long requests (F4);
+    no row while idle (OWN-3)."""
     sessions = script.native(seed=30, count=4, turns=6, shared=150, first=200, large=500)
     for i in range(6):
         for session in sessions:

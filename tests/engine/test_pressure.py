@@ -124,6 +124,23 @@ def test_an_idle_engine_with_a_landing_import_keeps_its_balance(small, cluster):
     assert_balanced(small)
 
 
+def test_a_landing_import_leaves_room_for_the_prefill_that_runs(small, cluster):
+    """The engine checks the room of a chunked prefill once, at its first chunk. An import that lands between two chunks
+    must not take what the others need: `Prefill out of memory` ends the scheduler."""
+    fresh(small)
+    rnd = random.Random(51)
+    seed = Seed(cluster.prefill, small, "between-chunks", script.ids(rnd, 3000))
+    seed.admit()
+    seed.prefill()
+    long = Background(small.generate, script.ids(rnd, 5000), n=4, timeout_s=WAIT_S)
+    until(lambda: small.state()["rows_free"] < small.running)
+    answer = seed.pull()
+    assert answer.status in (200, 503), answer.text
+    assert len(long.done(WAIT_S).tokens) == 4
+    assert len(seed.decode().tokens) == 8
+    assert_balanced(small)
+
+
 @pytest.mark.parametrize("how", ["flush", "weight update"])
 def test_flush_and_weight_update_cancel_imports_and_leases(small, cluster, how):
     """Trap: flushed pages go to others while an import still writes; a refused flush ends the scheduler in a weight
