@@ -157,3 +157,17 @@ fn a_secret_is_never_printed() {
     let secret = Secret::new(b"0123456789abcdef").unwrap();
     assert_eq!(format!("{secret:?}"), "Secret(..)");
 }
+
+#[test]
+fn the_readme_lists_every_setting_with_its_default() {
+    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md")).unwrap();
+    for key in KEYS {
+        let variable = format!("KVC_{}", key.name.replace('.', "_").to_uppercase());
+        let row = format!(
+            "| `{}` | `{variable}` | {} |",
+            key.name,
+            key.default.unwrap_or_default()
+        );
+        assert!(readme.contains(&row), "README.md lacks {row:?}");
+    }
+}
