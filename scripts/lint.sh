@@ -7,12 +7,15 @@ set -euo pipefail
 cd "$root"
 [ -x "$venv/bin/ruff" ] && [ -f "$venv/.wheel" ] || step "set-up" scripts/setup-engine.sh
 
-stubs() { "$py" -m mypy.stubtest kvc._native; }
+wheel() { (cd python-shim && "$@"); }
 
 step "cargo fmt" cargo fmt --all --check
-step "cargo clippy" cargo clippy --workspace --all-targets --quiet -- -D warnings
 step "ruff" "$venv/bin/ruff" check --quiet
 step "ruff format" "$venv/bin/ruff" format --check --quiet
-step "mypy" "$py" -m mypy python-shim/python/kvc tests/engine demo
-step "stubtest" stubs
+step "ruff, the wheel" wheel "$venv/bin/ruff" check --quiet
+step "ruff format, the wheel" wheel "$venv/bin/ruff" format --check --quiet
+step "mypy" "$py" -m mypy tests/engine demo
+step "mypy, the wheel" wheel "$py" -m mypy python/kvc
+step "stubtest" "$py" -m mypy.stubtest kvc._native
 step "SPECIFICATION.md" "$py" scripts/check-spec.py
+step "cargo clippy" cargo clippy --workspace --all-targets --quiet -- -D warnings
