@@ -191,7 +191,11 @@ fn placement(n: u64) -> Placement {
 
 impl World {
     fn new(page: u32) -> World {
-        let capacity = if page == 1 { 220 } else { 24 * page };
+        let capacity = match page {
+            1 => 220,
+            64 => 12 * page,
+            _ => 24 * page,
+        };
         let clients = vec![Client::default(); SESSIONS as usize];
         World {
             e: Engine::new(config(capacity, page)),
@@ -702,5 +706,11 @@ proptest! {
     #[test]
     fn any_life_at_page_size_16_keeps_every_invariant(ops in prop::collection::vec(ops(), 1..120)) {
         live(16, ops);
+    }
+
+    /// And of 64.
+    #[test]
+    fn any_life_at_page_size_64_keeps_every_invariant(ops in prop::collection::vec(ops(), 1..120)) {
+        live(64, ops);
     }
 }
