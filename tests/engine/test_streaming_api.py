@@ -7,6 +7,7 @@ import pytest
 from harness import script
 from harness.engine import Engine
 from harness.http import Client, HttpError
+from harness.module import assert_balanced
 
 OPEN = {"capacity_of_str_len": 1_000_000, "streaming": True}
 
@@ -30,7 +31,7 @@ def outcome(call):
 
 
 def play(engine: Engine) -> list:
-    """Opens, appends, closes, opens again, and does what is not allowed."""
+    """Opens twice, appends, streams, closes, opens again."""
     rnd, http, seen = random.Random(60), engine.http, []
 
     def opened(sid, **more) -> object:
@@ -46,9 +47,6 @@ def play(engine: Engine) -> list:
     seen.append(outcome(lambda: engine.stream(delta, "api-a", n=7)))
     other = script.ids(rnd, 50)
     seen.append(outcome(lambda: engine.generate(other, n=5)))  # without session, in between
-    for params in ({"offset": 3}, {"replace": True}, {"drop_previous_output": True}):
-        body = {**engine.body(script.ids(rnd, 5), n=3), "session_params": {"id": "api-a", **params}}
-        seen.append(http.call("POST", "/generate", body).status)
     seen.append(outcome(lambda: engine.generate(script.ids(rnd, 15), "api-a", n=4)))
     seen.append(http.call("POST", "/close_session", {"session_id": "api-a"}).status)
     seen.append(opened("api-a"))  # the id can be used again
@@ -61,6 +59,21 @@ def play(engine: Engine) -> list:
 def test_the_same_script_gives_the_same_answers(python_cache, cluster):
     """Tokens, cached and prompt lengths, refusals."""
     assert play(cluster.decodes[0]) == play(python_cache)
+
+
+def test_what_streaming_sessions_do_not_support_is_refused_and_changes_nothing(cluster):
+    """F4: the Python cache of this release loses count here and ends its scheduler."""
+    ours, rnd = cluster.decodes[0], random.Random(65)
+    ours.http.post("/open_session", {**OPEN, "session_id": "refusing"})
+    ours.generate(script.ids(rnd, 200), "refusing", n=4)
+    committed = ours.session("refusing")["committed"]
+    for params in ({"offset": 3}, {"replace": True}, {"drop_previous_output": True}):
+        body = {**ours.body(script.ids(rnd, 5), n=3), "session_params": {"id": "refusing", **params}}
+        assert ours.http.call("POST", "/generate", body).status == 400
+    assert ours.session("refusing")["committed"] == committed
+    assert ours.generate(script.ids(rnd, 5), "refusing", n=4).cached == committed
+    ours.http.post("/close_session", {"session_id": "refusing"})
+    assert_balanced(ours)
 
 
 def test_many_sessions_side_by_side(python_cache, cluster):
