@@ -96,12 +96,14 @@ class Landing:
 class KvcCache(SessionAwareCache):
     """See the module."""
 
-    def __init__(self, inner: RadixCache, engine: Engine, lost: Callable[[], int]) -> None:
+    def __init__(self, inner: RadixCache, engine: Engine, lost: Callable[[], int], promised: Callable[[], int]) -> None:
         super().__init__(inner)
         self.engine = engine
         self._lost = lost
+        self._promised = promised
         self.prefixes: dict[int, Any] = {}
         self.landings: dict[int, Landing] = {}
+        self.waiting_lands: list[Land] = []
         self.pending: dict[Req, None] = {}
         """Requests with a turn that has not begun."""
         self.running: dict[Req, None] = {}
@@ -260,6 +262,7 @@ class KvcCache(SessionAwareCache):
         self.engine.flush()
         self.prefixes.clear()
         self.landings.clear()
+        self.waiting_lands.clear()
         self.inner.reset()
 
     def release_session(self, session_id: str) -> None:
@@ -273,25 +276,38 @@ class KvcCache(SessionAwareCache):
         if isinstance(command, Free):
             self.free(command.frees)
         elif isinstance(command, Land):
-            self._land(command)
+            if not self._land(command):
+                self.waiting_lands.append(command)
         elif isinstance(command, Commit):
             self._commit_import(command)
         else:
             self._give_up(command.locked)
             self.free(command.frees)
 
-    def _land(self, command: Land) -> None:
+    def land_waiting(self) -> None:
+        """Once per loop iteration: imports that found no room look again; those that died in between are forgotten."""
+        waiting, self.waiting_lands = self.waiting_lands, []
+        for command in waiting:
+            if self.engine.session_of(command.import_id) is not None:
+                self.carry_out(command)
+
+    def _land(self, command: Land) -> bool:
+        """False: there is no room besides what the engine has promised to the prefill that runs."""
         tokens = command.tokens
         extra_key = extra_key_of(command.identity)
         match = self.inner.match_prefix(MatchPrefixParams(key=RadixKey(tokens, extra_key)))
         need = ceil_align(len(tokens), self.page_size) - max(len(match.device_indices), command.held)
         self.inner.inc_lock_ref(match.last_device_node)
+        room = self.token_to_kv_pool_allocator.available_size() + self.evictable_size() - self._promised()
+        if need > room:
+            self.inner.dec_lock_ref(match.last_device_node)
+            return False
         evict_from_tree_cache(self, need)
         slots = self.token_to_kv_pool_allocator.alloc(need)
         if slots is None:
             self.inner.dec_lock_ref(match.last_device_node)
             self.engine.land_failed(command.import_id)
-            return
+            return True
         landing = Landing(tokens, extra_key, command.held, match, slots, self._handle(match.last_device_node))
         self.landings[command.import_id] = landing
         head, own = landing.head.cpu(), slots.cpu()
@@ -301,25 +317,24 @@ class KvcCache(SessionAwareCache):
         if frees is not None and landing.handle in frees.prefixes:  # it died meanwhile
             self._give_up(landing.handle)
         self.free(frees)
+        return True
 
     def _commit_import(self, command: Commit) -> None:
         landing = self.landings.pop(command.import_id)
-        shared, node, head = landing.have, landing.node, landing.head
-        wanted = command.share // self.page_size * self.page_size
-        # With an older copy of its own below the landing slots, what is shared was decided when that copy came here.
-        if wanted > shared and landing.held <= shared:
+        head, wanted = landing.head, command.share // self.page_size * self.page_size
+        if wanted > landing.have:
             key = RadixKey(landing.tokens[:wanted], landing.extra_key)
-            value = torch.cat([landing.head, landing.slots[: wanted - shared]])
+            value = torch.cat([landing.head, landing.slots[: wanted - landing.have]])
             self.inner.insert(InsertParams(key=key, value=value))
             match = self.inner.match_prefix(MatchPrefixParams(key=key))
-            shared, node, head = wanted, match.last_device_node, match.device_indices
-        host = head.cpu()
-        frees = self.engine.import_shared(command.import_id, shared, self._handle(node), (host.data_ptr(), len(host)))
+            head = match.device_indices
+            host = head.cpu()
+            handle = self._handle(match.last_device_node)
+            frees = self.engine.import_shared(command.import_id, wanted, handle, (host.data_ptr(), len(host)))
+            self.free(frees)
         self.inner.dec_lock_ref(landing.node)
-        self.prefixes.pop(landing.handle, None)
-        self.free(frees)
         if self.observer is not None:
-            self.observer.imported(command.import_id, landing, host)
+            self.observer.imported(command.import_id, landing, head)
         self.engine.import_committed(command.import_id)
 
     def _give_up(self, handle: int) -> None:

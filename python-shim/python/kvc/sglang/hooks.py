@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.utils.common import ceil_align
 from zmq import POLLIN
 
@@ -61,7 +62,7 @@ class Hooks:
     def __init__(self, scheduler: Scheduler, engine: Engine) -> None:
         self.scheduler = scheduler
         self.engine = engine
-        self.cache = KvcCache(scheduler.tree_cache, engine, self._lost)
+        self.cache = KvcCache(scheduler.tree_cache, engine, self._lost, self._promised)
         self._stuck = 0
         self._nudge: int | None = None
         if scheduler.idle_sleeper is not None:
@@ -136,8 +137,26 @@ class Hooks:
             pending_prefill_tokens=sum(len(req.origin_input_ids) for req in scheduler.waiting_queue),
             allocated=[(req.kvc.turn.id, max(0, req.kv_allocated_len - req.kvc.matched)) for req in cache.running],
         )
+        cache.land_waiting()
         for command in commands:
             cache.carry_out(command)
+
+    def _promised(self) -> int:
+        """Tokens that a landing must leave: what the engine expects the running requests to take, by its own rule, and the
+        rest of the prefill under way, whose later chunks it does not check (a shortage there ends the scheduler)."""
+        scheduler, page = self.scheduler, int(self.scheduler.page_size)
+        batches = (scheduler.last_batch, scheduler.running_batch)
+        reqs = {id(req): req for batch in batches if batch is not None for req in batch.reqs if not req.finished()}
+        chunked = scheduler.chunked_req
+        if chunked is not None:
+            reqs[id(chunked)] = chunked
+        promised = 0
+        for req in reqs.values():
+            output = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+            promised += int(output * scheduler.new_token_ratio) + page
+        if chunked is not None:
+            promised += len(chunked.origin_input_ids) + len(chunked.output_ids) - chunked.kv_allocated_len + page
+        return promised
 
     def _recover(self) -> None:
         """After a fault of the module: as soon as nothing runs, everything it held is the engine's again."""
