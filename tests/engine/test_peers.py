@@ -72,6 +72,7 @@ def test_an_exporter_that_dies_is_a_typed_error(cluster, victim):
     source.stop()
     answer = seed.pull(deadline_ms=3000)
     assert code(answer) in {"peer-unreachable", "deadline-exceeded"}
+    seed.give_up()
     assert assert_balanced(target)["landing"] == 0
 
 
@@ -84,6 +85,7 @@ def test_a_restarted_peer_is_another_incarnation(cluster, victim):
     wrong = f"{int(source.info['incarnation'], 16) ^ 1:016x}"
     answer = seed.pull(incarnation=wrong)
     assert code(answer) == "stale-incarnation"
+    seed.give_up()
     assert_balanced(target)
 
 
@@ -112,6 +114,7 @@ def test_another_secret_is_refused_before_any_byte(cluster, victim, tmp_path):
     seed.admit()
     seed.prefill()
     assert code(seed.pull(deadline_ms=5000)) == "unauthenticated"
+    seed.give_up()
     assert_balanced(target)
 
 
@@ -122,4 +125,5 @@ def test_another_kv_layout_is_refused_at_the_handshake(cluster, victim):
     seed.admit()
     seed.prefill()
     assert code(seed.pull(deadline_ms=5000)) == "layout-mismatch"
+    seed.give_up()
     assert_balanced(target)

@@ -103,6 +103,7 @@ def test_a_full_batch_flag_is_not_kept_while_nothing_runs(small, cluster):
         large = Background(small.generate, script.ids(rnd, 3000), n=2, timeout_s=WAIT_S)
         until(lambda: small.state()["waiting"])
     assert pull.done().status == 200
+    seed.give_up()
     assert len(small.generate(script.ids(rnd, 10), n=2, timeout_s=WAIT_S).tokens) == 2
     assert len(large.done(WAIT_S).tokens) == 2
     assert_balanced(small)
@@ -156,7 +157,7 @@ def test_flush_and_weight_update_cancel_imports_and_leases(small, cluster, how):
         assert pull.done().status >= 400
         state = assert_balanced(small)
         assert state["landing"] == 0 and state["free"] == state["pool"]
-    assert len(small.generate(seed.prompt, seed.sid, n=4).tokens) == 4
+    assert len(seed.decode(n=4).tokens) == 4
     until(lambda: not cluster.prefill.listener.get("/kvc/v1/transfers").json["leases"])
 
 
