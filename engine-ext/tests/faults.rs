@@ -285,6 +285,43 @@ fn late_bytes_never_land_in_pages_given_to_another() {
 }
 
 #[test]
+fn a_lease_revoked_after_the_last_byte_was_sent_is_not_committed() {
+    // XFER-3, OWN-7: every byte arrives, and yet the exporter has rewritten the session meanwhile.
+    let behind = Behind::new();
+    let mut start = Start::new(config(&[]), 16);
+    start.mover = Some(behind.clone());
+    let (mut p, mut d) = (TestEngine::start(start).unwrap(), engine(&[], 16));
+    let prompt = tokens(7, 64);
+    let turn = p.arrive("s", &prompt, 0, None, Some(placement(1))).unwrap();
+    p.finish(turn, &[]);
+    p.step();
+    behind.proxy.inject(Some(Fault::Delay {
+        pause: Duration::from_millis(200),
+    }));
+    d.step();
+    let reservation = admit(&d, &question("s", 0, 64, 64, 1, 1), "seed");
+    let answer = import(&d, "s", &order(reservation, 1, &p, 20_000));
+    until("the pull runs", || {
+        d.step();
+        transfers(&d)["imports"][0]["phase"] == "pulling"
+    });
+    // The bytes have left the exporter and are on their way.
+    std::thread::sleep(Duration::from_millis(100));
+    p.run("s", &tokens(8, 64), &[1]).unwrap();
+    let answer = answered(&mut d, answer);
+    assert!(
+        ["lease-revoked", "lease-unknown"].contains(&code(&answer)),
+        "{answer:?}"
+    );
+    assert!(
+        answer.1["error"]["message"].as_str().unwrap().contains("peer "),
+        "refused by the peer itself: {answer:?}"
+    );
+    assert_eq!(compare(&mut d, "s", &prompt, reservation, 1), 0);
+    assert!(p.drain() && d.drain());
+}
+
+#[test]
 fn an_older_placement_is_refused() {
     // SES-4: the router that asks does not know that the session has moved on.
     let (mut p, mut d) = (engine(&[], 16), engine(&[], 16));
