@@ -142,8 +142,8 @@ class Hooks:
             cache.carry_out(command)
 
     def _promised(self) -> int:
-        """Tokens that a landing must leave: what the engine expects the running requests to take, by its own rule, and the
-        rest of the prefill under way, whose later chunks it does not check (a shortage there ends the scheduler)."""
+        """Tokens that a landing must leave: what the engine expects the running requests to take, by its own rule, and
+        the rest of the prefill under way, whose later chunks it does not check (a shortage there ends the scheduler)."""
         scheduler, page = self.scheduler, int(self.scheduler.page_size)
         batches = (scheduler.last_batch, scheduler.running_batch)
         reqs = {id(req): req for batch in batches if batch is not None for req in batch.reqs if not req.finished()}
