@@ -308,7 +308,9 @@ class KvcCache(SessionAwareCache):
             self.inner.dec_lock_ref(match.last_device_node)
             self.engine.land_failed(command.import_id)
             return True
-        landing = Landing(tokens, extra_key, command.held, match, slots, self._handle(match.last_device_node))
+        # A handle of its own even for the root: `Drop` names an import by nothing else.
+        handle = self._handle(match.last_device_node)
+        landing = Landing(tokens, extra_key, command.held, match, slots, handle)
         self.landings[command.import_id] = landing
         head, own = landing.head.cpu(), slots.cpu()
         frees = self.engine.landed(
@@ -361,8 +363,6 @@ class KvcCache(SessionAwareCache):
 
     def _handle(self, node: Any) -> int:
         """A handle of its own for every adoption and import: forgetting one never touches another's."""
-        if node is self.inner.root_node:
-            return ROOT
         handle = next(self._handles)
         self.prefixes[handle] = node
         return handle

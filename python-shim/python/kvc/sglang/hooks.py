@@ -143,7 +143,7 @@ class Hooks:
 
     def _promised(self) -> int:
         """Tokens that a landing must leave: what the engine expects the running requests to take, by its own rule, and
-        the rest of the prefill under way, whose later chunks it does not check (a shortage there ends the scheduler)."""
+        the rest of the prefill under way: later chunks are not checked, and a shortage there ends the scheduler."""
         scheduler, page = self.scheduler, int(self.scheduler.page_size)
         batches = (scheduler.last_batch, scheduler.running_batch)
         reqs = {id(req): req for batch in batches if batch is not None for req in batch.reqs if not req.finished()}
