@@ -84,7 +84,9 @@ impl Worker {
     pub(super) fn revoke(&mut self, id: LeaseId) {
         let Some(lease) = self.leases.revoke(id) else { return };
         self.counters.revocations += 1;
-        self.effects.push_back(Effect::FenceLease { lease: id });
+        if !off!(FenceLease) {
+            self.effects.push_back(Effect::FenceLease { lease: id });
+        }
         self.lease_is_over(id, lease.session, lease.expires);
     }
 
@@ -134,7 +136,9 @@ impl Worker {
     /// Gives a whole copy up. Leases on it are revoked first; a waiting turn keeps its prompt and starts from the tree.
     pub(super) fn drop_copy(&mut self, key: Key, frees: &mut Frees) {
         let waiting = self.sessions[key].turn();
-        self.revoke_past(key, 0, waiting);
+        if !off!(LeaseOnEviction) {
+            self.revoke_past(key, 0, waiting);
+        }
         let session = &mut self.sessions[key];
         let Some(mut copy) = session.copy.take() else { return };
         if let Some(turn) = waiting.and_then(|id| self.turns.get_mut(&id)) {
@@ -228,5 +232,5 @@ impl Worker {
 
 /// Whether `got` does not speak for a session placed by `held`.
 pub(super) fn is_stale(held: Placement, got: Placement) -> bool {
-    got.n < held.n || (got.n == held.n && got.store != held.store)
+    (got.n < held.n || (got.n == held.n && got.store != held.store)) && !off!(StalePlacement)
 }

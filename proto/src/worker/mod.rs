@@ -16,6 +16,9 @@ pub mod counters;
 mod grants;
 mod imports;
 mod leases;
+#[cfg(any(test, feature = "mutation"))]
+pub mod mutation;
+#[cfg(not(any(test, feature = "mutation")))]
 pub(crate) mod mutation;
 mod poll;
 mod room;

@@ -1,11 +1,11 @@
 //! Safety checks that a test can switch off, to show that the random lives notice (kv-movement §6). Compiled into tests
-//! only: `off!(Check)` is `false` everywhere else.
+//! and the feature `mutation` only: `off!(Check)` is `false` everywhere else.
 
-#[cfg(test)]
-pub(crate) use test::{Check, is_off, without};
+#[cfg(any(test, feature = "mutation"))]
+pub use switch::{Check, is_off, without};
 
 /// Whether a check is switched off.
-#[cfg(not(test))]
+#[cfg(not(any(test, feature = "mutation")))]
 macro_rules! off {
     ($check:ident) => {
         false
@@ -13,7 +13,7 @@ macro_rules! off {
 }
 
 /// Whether a check is switched off.
-#[cfg(test)]
+#[cfg(any(test, feature = "mutation"))]
 macro_rules! off {
     ($check:ident) => {
         $crate::worker::mutation::is_off($crate::worker::mutation::Check::$check)
@@ -22,13 +22,13 @@ macro_rules! off {
 
 pub(crate) use off;
 
-#[cfg(test)]
-mod test {
+#[cfg(any(test, feature = "mutation"))]
+mod switch {
     use std::cell::Cell;
 
     /// A check.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub(crate) enum Check {
+    pub enum Check {
         /// OWN-7: leases past a cut are revoked.
         RevokePastCut,
         /// OWN-4: a replaced page under a lease is retired, not freed.
@@ -53,18 +53,29 @@ mod test {
         FenceImport,
         /// OWN-7: the copy is cut where the history diverges.
         Rewind,
+        /// XFER-2: a revoked lease is fenced.
+        FenceLease,
+        /// XFER-2, SES-3: an evicted copy's leases are revoked.
+        LeaseOnEviction,
+        /// ADM-7: a turn is charged until it finishes.
+        ChargeUntilFinish,
+        /// F16: a message for an earlier process is refused.
+        StaleIncarnation,
+        /// SES-4: a message of an older placement is refused.
+        StalePlacement,
     }
 
     thread_local! {
         static OFF: Cell<Option<Check>> = const { Cell::new(None) };
     }
 
-    pub(crate) fn is_off(check: Check) -> bool {
+    /// Whether a check is switched off on this thread.
+    pub fn is_off(check: Check) -> bool {
         OFF.get() == Some(check)
     }
 
-    /// Runs `f` with one check switched off.
-    pub(crate) fn without<T>(check: Check, f: impl FnOnce() -> T) -> T {
+    /// Runs `f` with one check switched off on this thread.
+    pub fn without<T>(check: Check, f: impl FnOnce() -> T) -> T {
         struct On;
         impl Drop for On {
             fn drop(&mut self) {

@@ -99,6 +99,9 @@ impl Worker {
             }
         };
         self.charge_again(turn, claimed.unwrap_or(0));
+        if off!(ChargeUntilFinish) {
+            self.uncharge(turn);
+        }
         if let Some(t) = self.turns.get_mut(&turn) {
             t.phase = Phase::Running(started);
             self.counters.prompt_tokens += u64::from(t.len);
@@ -392,15 +395,20 @@ impl Worker {
         }
         t.claims = 0;
         t.phase = Phase::Waiting;
-        if let Some(reservation) = self.reservations.get_mut(t.reservation) {
-            self.ledger.change(&mut reservation.charge, Charge::default());
-        }
+        self.uncharge(turn);
         let session = &mut self.sessions[key];
         session.state = SessionState::Waiting(turn);
         if let Some(copy) = session.copy.as_mut().filter(|c| matches!(c.hold, Hold::Claimed(_))) {
             copy.hold = Hold::Free;
         }
         self.refresh(key);
+    }
+
+    fn uncharge(&mut self, turn: TurnId) {
+        let reservation = self.turns.get(&turn).map(|t| t.reservation);
+        if let Some(reservation) = reservation.and_then(|id| self.reservations.get_mut(id)) {
+            self.ledger.change(&mut reservation.charge, Charge::default());
+        }
     }
 
     /// SES-3: what one session holds is cut to the cap, to a page edge, never into its shared part.

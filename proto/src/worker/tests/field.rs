@@ -342,7 +342,7 @@ fn a_client_may_leave_in_any_phase_of_an_import() {
 
 /// F16: after a restart on the same address nothing of the old process is taken for the new one's.
 #[test]
-fn numbers_of_an_earlier_process_mean_nothing() {
+pub(super) fn numbers_of_an_earlier_process_mean_nothing() {
     let mut old = Worker::new(config(640, 1), Incarnation(1));
     let mut new = Engine::new(config(640, 1));
     let grant = old.admit(&ask(0, 100, 1), new.now).reservation.unwrap();

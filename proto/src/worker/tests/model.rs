@@ -674,6 +674,8 @@ fn every_check_is_missed_when_it_is_off() {
         GiveBack,
         FenceImport,
         Rewind,
+        FenceLease,
+        LeaseOnEviction,
     ];
     let missed = checks.map(|check| {
         let fails = |(page, ops)| std::panic::catch_unwind(|| without(check, || live(page, ops))).is_err();

@@ -720,3 +720,21 @@ fn only_so_many_names_are_remembered() {
     assert_eq!(names, ["s7", "s8", "s9"]);
     e.quiesce();
 }
+
+/// Checks that no random life needs: their own story misses them.
+#[test]
+fn the_stories_miss_the_other_checks_when_they_are_off() {
+    use crate::worker::mutation::{Check, without};
+    let stories: [(Check, fn()); 3] = [
+        (Check::ChargeUntilFinish, a_seed_is_charged_from_grant_to_finish),
+        (Check::StalePlacement, an_older_placement_is_stale_everywhere),
+        (
+            Check::StaleIncarnation,
+            super::field::numbers_of_an_earlier_process_mean_nothing,
+        ),
+    ];
+    for (check, story) in stories {
+        let fails = std::panic::catch_unwind(|| without(check, story)).is_err();
+        assert!(fails, "nothing notices that {check:?} is off");
+    }
+}
