@@ -322,6 +322,29 @@ fn a_lease_revoked_after_the_last_byte_was_sent_is_not_committed() {
 }
 
 #[test]
+fn a_broken_control_connection_is_made_again() {
+    // F15: one transient error never turns a healthy pair away for good.
+    let (mut p, mut d) = (engine(&[], 16), engine(&[], 16));
+    let control = Proxy::start(p.engine().peer_listen()).unwrap();
+    for n in 1..=3 {
+        let session = format!("s{n}");
+        let prompt = tokens(n, 64);
+        d.step();
+        let turn = p.arrive(&session, &prompt, 0, None, Some(placement(n.into()))).unwrap();
+        p.finish(turn, &[]);
+        let reservation = admit(&d, &question(&session, 0, 64, 64, n.into(), n.into()), "seed");
+        let address = control.endpoint().parse().unwrap();
+        let order = order_from(reservation, n.into(), address, p.engine().incarnation(), 20_000);
+        let answer = import(&d, &session, &order);
+        let (status, body) = answered(&mut d, answer);
+        assert_eq!(status, 200, "{body}");
+        compare(&mut d, &session, &prompt, reservation, n.into());
+        control.cut();
+    }
+    assert!(p.drain() && d.drain());
+}
+
+#[test]
 fn an_older_placement_is_refused() {
     // SES-4: the router that asks does not know that the session has moved on.
     let (mut p, mut d) = (engine(&[], 16), engine(&[], 16));

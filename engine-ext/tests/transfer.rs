@@ -155,6 +155,33 @@ fn a_reseed_pulls_only_what_is_missing() {
 }
 
 #[test]
+fn many_sessions_are_pulled_at_once() {
+    // XFER-5: reads in flight are bounded per import, imports by admission.
+    let (mut p, mut d) = (engine(&[], 16), engine(&[], 16));
+    d.step();
+    let mut pulls = Vec::new();
+    for n in 1..=8u32 {
+        let (session, prompt) = (format!("s{n}"), tokens(n, 300));
+        let turn = p.arrive(&session, &prompt, 0, None, Some(placement(n.into()))).unwrap();
+        p.finish(turn, &[]);
+        p.step();
+        let reservation = admit(&d, &question(&session, 0, 300, 300, n.into(), n.into()), "seed");
+        let answer = import(&d, &session, &order(reservation, n.into(), &p, 20_000));
+        pulls.push((session, prompt, reservation, n, answer));
+    }
+    until("all are pulled", || {
+        d.step();
+        pulls.iter().all(|(.., answer)| answer.is_finished())
+    });
+    for (session, prompt, reservation, n, answer) in pulls {
+        let (status, body) = answered(&mut d, answer);
+        assert_eq!(status, 200, "{session}: {body}");
+        assert!(compare(&mut d, &session, &prompt, reservation, n.into()) >= 288);
+    }
+    assert!(p.drain() && d.drain());
+}
+
+#[test]
 fn the_byte_comparison_sees_one_wrong_byte() {
     // Negative control of every comparison above.
     let mut p = engine(&[], 16);
