@@ -92,27 +92,36 @@ class Hooks:
         routed: Routed | None = recv_req.kvc
         if routed is None or req.to_finish is not None:
             return False
+        identity = identity_of(recv_req.extra_key, req.lora_id)
         try:
-            turn = self._arrive(routed, req, identity_of(recv_req.extra_key, req.lora_id))
-            if turn is None:  # sessions are off: it runs plain
-                return False
+            try:
+                turn = self._arrive(routed, req, identity)
+            except Refused as refused:
+                # Who holds the session may have left the queue unseen, by a limit or a timeout.
+                if refused.code != "session-busy" or not self.sweep():
+                    raise
+                turn = self._arrive(routed, req, identity)
         except Refused as refused:
             routed.restore()
             self._refuse(recv_req, refused)
             return True
+        if turn is None:  # sessions are off: it runs plain
+            return False
         req.kvc = Run(turn, routed.tag.session, routed.opened)
         self.cache.pending[req] = None
         return False
 
-    def sweep(self) -> None:
-        """Turns whose requests have left the queue without running are over."""
+    def sweep(self) -> bool:
+        """Turns whose requests have left the queue without running are over; true if there were any."""
         if not self.cache.pending:
-            return
+            return False
         scheduler = self.scheduler
         queued = {id(req) for req in scheduler.waiting_queue}
         queued.update(id(req) for req in scheduler.grammar_manager.grammar_queue)
-        for req in [req for req in self.cache.pending if id(req) not in queued]:
+        gone = [req for req in self.cache.pending if id(req) not in queued]
+        for req in gone:
             self.cache.leave(req)
+        return bool(gone)
 
     def poll(self) -> None:
         """Once per loop iteration."""
@@ -208,6 +217,8 @@ class Hooks:
             if tag is not None and tag.session in sessions:
                 raise Refused("bad-request", f"session {tag.session!r} was opened: name it in session_params")
             return None if tag is None else Routed(tag, None)
+        if not isinstance(params.id, str):
+            raise Refused("bad-request", f"session_params.id must be a string, got {type(params.id).__name__}")
         if params.id not in sessions:
             for name in ("rid", "offset", "replace", "drop_previous_output"):
                 if getattr(params, name):
@@ -231,7 +242,7 @@ class Hooks:
             if held == getattr(routed.opened, "kvc_len", 0) and held < len(req.origin_input_ids):
                 after = held
         tokens = req.origin_input_ids[after:] if after else req.origin_input_ids
-        return self.engine.arrive(routed.tag, identity, after, tokens, req.sampling_params.max_new_tokens)
+        return self.engine.arrive(routed.tag, identity, after, tokens, max(0, req.sampling_params.max_new_tokens))
 
     def _refuse(self, recv_req: TokenizedGenerateReqInput, refused: Refused) -> None:
         reason = FINISH_ABORT(str(refused), HTTPStatus(refused.status), refused.code).to_json()
