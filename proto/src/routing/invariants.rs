@@ -1,6 +1,6 @@
 //! INV-2, INV-3 and THM-2 over random histories, against workers in their naive form.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
 
@@ -55,8 +55,8 @@ struct World {
     workers: Vec<Naive>,
     /// History length of each session.
     length: [u32; SESSIONS],
-    /// Counted rejects by (session, worker) since that worker last served it.
-    refused: HashMap<(usize, WorkerIndex), u32>,
+    /// Who gave a session a cause to leave since it last served it.
+    refused: HashSet<(usize, WorkerIndex)>,
 }
 
 struct Ran {
@@ -65,6 +65,12 @@ struct Ran {
     outcome: Outcome,
     counted: u32,
     probed: Vec<(WorkerIndex, Option<Reason>)>,
+}
+
+/// A refusal after which a session may leave: pressure, or a worker that cannot hold it at all (its answer also cuts the
+/// router's estimate, so the next turn may ask another worker first).
+fn is_cause(reason: Reason) -> bool {
+    reason.counts_as_reject() || reason == Reason::TooLarge
 }
 
 fn name(session: usize) -> SessionId {
@@ -90,7 +96,7 @@ impl World {
             ),
             workers: vec![naive; workers],
             length: [0; SESSIONS],
-            refused: HashMap::new(),
+            refused: HashSet::new(),
         }
     }
 
@@ -111,7 +117,9 @@ impl World {
                     probed.push((worker, answer.reason));
                     if answer.reason.is_some_and(Reason::counts_as_reject) {
                         counted += 1;
-                        *self.refused.entry((session, worker)).or_default() += 1;
+                    }
+                    if answer.reason.is_some_and(is_cause) {
+                        self.refused.insert((session, worker));
                     }
                     Event::Answer(Box::new(answer))
                 }
@@ -211,7 +219,7 @@ impl World {
             }
             Op::Restart(i) => {
                 self.workers[i % n].held.clear();
-                self.refused.retain(|(_, at), _| *at != w(i));
+                self.refused.retain(|(_, at)| *at != w(i));
                 self.router.view.seen(w(i), &info(incarnation));
             }
         }
@@ -238,14 +246,14 @@ proptest! {
             let input = world.input(session, keep, append);
             let pin = world.pin(session);
             let direct = pin.filter(|&d| world.must_be_direct(session, d, input));
-            let cause = pin.is_none_or(|d| !world.up(d) || world.refused.contains_key(&(session, d)));
+            let cause = pin.is_none_or(|d| !world.up(d) || world.refused.contains(&(session, d)));
             let ran = world.turn(session, input);
 
             if let (Some(d), false) = (pin, cause) {
                 prop_assert_eq!(ran.probed[0].0, d, "INV-3: the pinned worker is asked first");
                 let moved = ran.outcome == Outcome::Completed && ran.mode != Some(ExecutionMode::Fallback) && ran.worker != Some(d);
                 let reason = ran.probed.iter().filter(|(w, _)| *w == d).filter_map(|(_, r)| *r).next_back();
-                prop_assert!(!moved || reason.is_some_and(|r| r.counts_as_reject() || r == Reason::TooLarge), "INV-3");
+                prop_assert!(!moved || reason.is_some_and(is_cause), "INV-3");
             }
             if let Some(d) = direct {
                 prop_assert_eq!((ran.mode, ran.worker), (Some(ExecutionMode::Direct), Some(d)), "THM-2");
