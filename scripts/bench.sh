@@ -14,8 +14,8 @@ iperf3_there() {
   $sudo apt-get update -qq && DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends iperf3 >/dev/null
 }
 
-bench_proto() { cargo bench -p kvc-proto; }
-bench_rdma() { iperf3_there && cargo run --release --quiet -p kvc-rdma --bin kvc-perf -- bench; }
+bench_proto() { cargo bench --quiet -p kvc-proto; }
+bench_rdma() { iperf3_there && cargo run --release --quiet -p kvc-rdma --features perf --bin kvc-perf -- bench; }
 bench_admission() { cargo run --release --quiet -p kvc-engine-ext --example admission_bench; }
 bench_router() { cargo run --release --quiet -p kvc-router --example router_bench; }
 bench_turns() { scripts/setup-engine.sh --release && "$py" tests/engine/bench_turn.py turns; }

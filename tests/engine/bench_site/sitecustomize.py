@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 
 ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
 SCHEDULER = "sglang.srt.managers.scheduler"
-METHODS = ("match_prefix", "inc_lock_ref", "dec_lock_ref", "begin", "cache_unfinished_req", "cache_finished_req")
+METHODS = ("match_prefix", "inc_lock_ref", "dec_lock_ref", "kvc_begin", "cache_unfinished_req", "cache_finished_req")
 
 
 class AfterImport:
@@ -57,31 +57,37 @@ def without_attention(module):
     module.TorchNativeAttnBackend._run_sdpa_forward_decode = nothing
 
 
+def in_hooks(module):
+    """Ours takes a request's tokens over when it arrives, outside the cache object."""
+    module.Hooks.arrive = timed("arrive", module.Hooks.arrive)
+
+
 def watch(cache):
-    spent: dict[str, float] = defaultdict(float)
-    depth = [0]
-
-    def timed(name, method):
-        def call(*args, **kw):
-            depth[0] += 1
-            begin = time.perf_counter()
-            try:
-                return method(*args, **kw)
-            finally:
-                depth[0] -= 1
-                if depth[0] == 0:  # a method that calls another is counted once
-                    spent[name] += (time.perf_counter() - begin) * 1e6
-                if name == "cache_finished_req":
-                    with open(os.environ["KVC_BENCH_OUT"], "a") as out:
-                        out.write(json.dumps(spent) + "\n")
-                    spent.clear()
-
-        return call
-
     for name in METHODS:
         if hasattr(cache, name):
             setattr(cache, name, timed(name, getattr(cache, name)))
 
 
+def timed(name, method):
+    def call(*args, **kw):
+        depth[0] += 1
+        begin = time.perf_counter()
+        try:
+            return method(*args, **kw)
+        finally:
+            depth[0] -= 1
+            if depth[0] == 0:  # a method that calls another is counted once
+                spent[name] += (time.perf_counter() - begin) * 1e6
+            if name == "cache_finished_req":
+                with open(os.environ["KVC_BENCH_OUT"], "a") as out:
+                    out.write(json.dumps(spent) + "\n")
+                spent.clear()
+
+    return call
+
+
+spent: dict[str, float] = defaultdict(float)
+depth = [0]
 if "KVC_BENCH_OUT" in os.environ:
-    sys.meta_path[:0] = [AfterImport(SCHEDULER, in_scheduler), AfterImport(ATTENTION, without_attention)]
+    watched = {SCHEDULER: in_scheduler, ATTENTION: without_attention, "kvc.sglang.hooks": in_hooks}
+    sys.meta_path[:0] = [AfterImport(name, then) for name, then in watched.items()]
