@@ -1,0 +1,491 @@
+//! One worker process: the machine, the engine around it, and what `engine-ext` does between the two and the network.
+//!
+//! Every call of the machine goes through [`Process::ask`]: the fences it asks for are carried out before the caller goes
+//! on (ADR 0001). The process itself does no IO: it leaves [`Out`]s for the world.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use kvc_proto::{
+    id::{ImportId, Incarnation, LeaseId, PrefixHandle, SessionId},
+    time::Now,
+    wire::{
+        info::{Role, WorkerInfo},
+        reason::{Reason, Refusal},
+    },
+    worker::{Effect, Worker, WorkerConfig},
+};
+
+use super::{
+    clock::Time,
+    engine::{Batch, Request},
+    export::Exports,
+    import::Task,
+    landing::Landing,
+    ledger::Books,
+    message::{Ask, CallId, Message, NodeId, Reply, TurnAsk},
+    oracle::{Oracle, Watch},
+    pool::Pool,
+    rng::Rng,
+    tree::{Path, Tree},
+};
+
+/// What a process wants from the world.
+#[derive(Debug)]
+pub enum Out {
+    /// To another node.
+    Send(NodeId, Message),
+    /// Call [`Process::tick`] after this long.
+    After(Time, Tick),
+    /// A line for the event log.
+    Log(String),
+}
+
+/// A moment that a process has asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tick {
+    /// The engine's loop, if this is still its latest appointment.
+    Step(u64),
+    /// The running batch is computed.
+    Forward,
+    /// A peer's call has waited long enough at this process.
+    Waited(CallId),
+    /// A read's bytes leave.
+    Serve(CallId),
+    /// This process's own call to a peer is not answered.
+    Unanswered(CallId),
+    /// Time to renew an import's lease.
+    Renew(ImportId),
+}
+
+/// How fast the engine is, and its limits.
+#[derive(Clone, Debug)]
+pub struct Speed {
+    /// A forward's least time.
+    pub forward: Time,
+    /// On top for each prefilled token.
+    pub token: Time,
+    /// Prefilled tokens per forward.
+    pub chunk: u32,
+    /// Running requests.
+    pub running: usize,
+    /// Thousandths of their remaining growth that running requests are trusted to need.
+    pub trust: u32,
+    /// A read's time at the exporter.
+    pub read: Time,
+    /// Tokens per read.
+    pub read_tokens: usize,
+    /// Token ids in use.
+    pub vocabulary: u32,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Process {
+    /// Its node.
+    pub id: NodeId,
+    /// What it is for.
+    pub role: Role,
+    /// The machine.
+    pub w: Worker,
+    /// The engine's memory.
+    pub pool: Pool,
+    pub(super) tree: Tree,
+    pub(super) speed: Speed,
+    pub(super) handles: BTreeMap<PrefixHandle, Path>,
+    pub(super) next_handle: u64,
+    pub(super) inbox: VecDeque<(CallId, NodeId, TurnAsk)>,
+    pub(super) requests: BTreeMap<u64, Request>,
+    pub(super) next_request: u64,
+    pub(super) waiting: VecDeque<u64>,
+    pub(super) running: Vec<u64>,
+    pub(super) chunked: Option<u64>,
+    pub(super) batch: Option<Batch>,
+    pub(super) stuck: u32,
+    pub(super) appointment: u64,
+    pub(super) landings: BTreeMap<ImportId, Landing>,
+    pub(super) imports: BTreeMap<ImportId, Task>,
+    pub(super) exports: Exports,
+    pub(super) calls: BTreeMap<CallId, ImportId>,
+    /// Calls that wait for this process, and who made them.
+    pub open: BTreeMap<CallId, NodeId>,
+    pub(super) next_call: CallId,
+    pub(super) books: Books,
+    pub(super) rng: Rng,
+    pub(super) now: Now,
+    /// The oracles' findings.
+    pub watch: Watch,
+    out: Vec<Out>,
+    logging: bool,
+    /// The engine did something since the last look.
+    pub(super) stirred: bool,
+    /// Turns committed, imports committed, retracts: what a world was made of.
+    pub deeds: Deeds,
+}
+
+/// What happened in a process.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Deeds {
+    /// Retracted runs.
+    pub retracts: u64,
+    /// Aborted runs.
+    pub aborts: u64,
+    /// Turns given up for want of room.
+    pub starved: u64,
+}
+
+impl Process {
+    /// A fresh process.
+    pub fn new(
+        id: NodeId,
+        role: Role,
+        config: WorkerConfig,
+        incarnation: Incarnation,
+        speed: Speed,
+        rng: Rng,
+        logging: bool,
+    ) -> Process {
+        let (capacity, page) = (config.capacity, config.page_tokens);
+        let mut process = Process {
+            id,
+            role,
+            w: Worker::new(config, incarnation),
+            pool: Pool::new(capacity, page),
+            tree: Tree::new(page),
+            speed,
+            handles: BTreeMap::new(),
+            next_handle: 1,
+            inbox: VecDeque::new(),
+            requests: BTreeMap::new(),
+            next_request: 1,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            chunked: None,
+            batch: None,
+            stuck: 0,
+            appointment: 0,
+            landings: BTreeMap::new(),
+            imports: BTreeMap::new(),
+            exports: Exports::default(),
+            calls: BTreeMap::new(),
+            open: BTreeMap::new(),
+            next_call: incarnation.0 << 24,
+            books: Books::default(),
+            rng,
+            now: Now(0),
+            watch: Watch::default(),
+            out: Vec::new(),
+            logging,
+            stirred: true,
+            deeds: Deeds::default(),
+        };
+        process.poke();
+        process
+    }
+
+    /// This process.
+    pub fn incarnation(&self) -> Incarnation {
+        self.w.incarnation()
+    }
+
+    /// A message has come in.
+    pub fn receive(&mut self, from: NodeId, message: Message, now: Now) {
+        self.now = now;
+        match message {
+            Message::Ask(call, ask) => self.asked(call, from, ask),
+            Message::Close(call) => self.closed(call),
+            Message::Reply(call, reply) => self.import_reply(call, reply),
+            Message::Reset(call) => self.import_reset(call),
+        }
+        self.settle();
+    }
+
+    /// A moment has come.
+    pub fn tick(&mut self, tick: Tick, now: Now) {
+        self.now = now;
+        match tick {
+            Tick::Step(n) if n == self.appointment && self.batch.is_none() => self.step(),
+            Tick::Step(_) => {}
+            Tick::Forward => self.forward(),
+            Tick::Waited(call) => self.export_waited(call),
+            Tick::Serve(call) => self.export_serve(call),
+            Tick::Unanswered(call) => self.import_reset(call),
+            Tick::Renew(import) => self.import_renew(import),
+        }
+        self.settle();
+    }
+
+    /// The machine's own timer is due.
+    pub fn timeout(&mut self, now: Now) {
+        self.now = now;
+        self.ask(|w, now| w.handle_timeout(now));
+        self.settle();
+    }
+
+    /// What the process wants since the last time.
+    pub fn drain(&mut self) -> Vec<Out> {
+        std::mem::take(&mut self.out)
+    }
+
+    /// The client of the session's owner is done with it (close API of the engine).
+    pub fn close_session(&mut self, session: &SessionId, now: Now) {
+        self.now = now;
+        self.ask(|w, now| w.close(session, now));
+        self.settle();
+    }
+
+    /// Asks the machine; its fences are over when this returns.
+    pub(super) fn ask<R>(&mut self, question: impl FnOnce(&mut Worker, Now) -> R) -> R {
+        let answer = question(&mut self.w, self.now);
+        let mut rest = Vec::new();
+        while let Some(effect) = self.w.poll_effect() {
+            match effect {
+                Effect::FenceLease { lease } => self.fence_lease(lease),
+                Effect::FenceImport { import } => self.fence_import(import),
+                other => rest.push(other),
+            }
+        }
+        for effect in rest {
+            self.carry_out(effect);
+        }
+        answer
+    }
+
+    fn carry_out(&mut self, effect: Effect) {
+        match effect {
+            Effect::OpenLease {
+                import,
+                session,
+                peer,
+                incarnation,
+                placement,
+            } => self.import_open(import, session, &peer, incarnation, placement),
+            Effect::Pull { import, from, slots } => self.import_pull(import, from, slots),
+            Effect::Confirm { import } => self.import_confirm(import),
+            Effect::EndLease { import } => self.import_end(import),
+            Effect::ImportDone { import, outcome } => self.import_done(import, outcome),
+            Effect::LeaseGrown { .. } | Effect::Arrived { .. } => self.exports.news = true,
+            Effect::Wake => self.poke(),
+            Effect::FenceLease { .. } | Effect::FenceImport { .. } => {}
+        }
+    }
+
+    fn asked(&mut self, call: CallId, from: NodeId, ask: Ask) {
+        if self.open.contains_key(&call) && !matches!(ask, Ask::Peer(_)) {
+            // The network has delivered it twice: the second is another call of which nobody hears.
+            self.asked_again(ask);
+            return;
+        }
+        self.open.insert(call, from);
+        match ask {
+            Ask::Info => {
+                let info = self.info();
+                self.reply(call, Reply::Info(Box::new(info)));
+            }
+            Ask::Session(session) => {
+                let view = self.w.session(&session, self.now);
+                self.reply(call, Reply::Session(view.map(Box::new)));
+            }
+            Ask::Admit(request) => {
+                let answer = self.admit(&request);
+                self.reply(call, Reply::Admit(Box::new(answer)));
+            }
+            Ask::Import(session, request) => match self.import(call, &session, &request) {
+                Ok(_) => {}
+                Err(why) => self.reply(call, Reply::Imported(Err(why.code))),
+            },
+            Ask::Release(session, request) => {
+                self.ask(|w, now| w.release(&session, &request, now));
+                self.reply(call, Reply::Released);
+            }
+            Ask::Turn(turn) => {
+                self.inbox.push_back((call, from, *turn));
+                self.poke();
+            }
+            Ask::Peer(peer) => self.export_asked(call, peer),
+        }
+    }
+
+    /// Idempotent or refused: nothing that a second delivery does may be seen.
+    fn asked_again(&mut self, ask: Ask) {
+        match ask {
+            Ask::Admit(request) => drop(self.admit(&request)),
+            Ask::Release(session, request) => drop(self.ask(|w, now| w.release(&session, &request, now))),
+            Ask::Import(session, request) => {
+                let second = self.ask(|w, now| w.import(&session, &request, now));
+                self.watch.check(second.is_err(), Oracle::Driver, || {
+                    format!("two imports of {session} at once")
+                });
+            }
+            Ask::Info | Ask::Session(_) | Ask::Turn(_) | Ask::Peer(_) => {}
+        }
+    }
+
+    fn closed(&mut self, call: CallId) {
+        self.open.remove(&call);
+        if let Some(import) = self
+            .imports
+            .iter()
+            .find(|(_, t)| t.call == Some(call))
+            .map(|(id, _)| *id)
+        {
+            let why = Refusal::new(Reason::Cancelled, "the client went away");
+            self.ask(|w, now| w.cancel_import(import, why, now));
+        }
+        self.inbox.retain(|(c, ..)| *c != call);
+        if let Some(request) = self.requests.values_mut().find(|r| r.call == call) {
+            request.aborted = true;
+            self.poke();
+        }
+    }
+
+    /// Answers a call; the second answer of a call goes nowhere.
+    pub(super) fn reply(&mut self, call: CallId, reply: Reply) {
+        let last = !matches!(reply, Reply::FirstToken);
+        let to = if last {
+            self.open.remove(&call)
+        } else {
+            self.open.get(&call).copied()
+        };
+        if let Some(to) = to {
+            self.send(to, Message::Reply(call, reply));
+        }
+    }
+
+    pub(super) fn send(&mut self, to: NodeId, message: Message) {
+        self.out.push(Out::Send(to, message));
+    }
+
+    pub(super) fn after(&mut self, time: Time, tick: Tick) {
+        self.out.push(Out::After(time, tick));
+    }
+
+    pub(super) fn log(&mut self, line: impl FnOnce() -> String) {
+        if self.logging {
+            self.out.push(Out::Log(line()));
+        }
+    }
+
+    /// The engine's loop has something to do now.
+    pub(super) fn poke(&mut self) {
+        self.step_after(0);
+    }
+
+    pub(super) fn step_after(&mut self, time: Time) {
+        self.appointment += 1;
+        self.after(time, Tick::Step(self.appointment));
+    }
+
+    /// After every event: who waited for news hears it; then the oracles look.
+    fn settle(&mut self) {
+        while std::mem::take(&mut self.exports.news) {
+            self.export_news();
+        }
+        self.check();
+    }
+
+    fn info(&self) -> WorkerInfo {
+        WorkerInfo {
+            incarnation: self.incarnation(),
+            role: self.role,
+            version: String::new(),
+            engine: String::new(),
+            model: String::new(),
+            listen: String::new(),
+            peer: self.id.to_string(),
+            page_tokens: self.w.config().page_tokens,
+            capacity: self.w.config().capacity.into(),
+            max_uncached_tokens: self.w.config().max_uncached_tokens,
+            layout: String::new(),
+            draining: self.w.draining(),
+            load: self.w.load(None),
+        }
+    }
+
+    /// Nothing waits, runs, lands or is read here.
+    pub fn quiet(&self) -> bool {
+        self.requests.is_empty() && self.inbox.is_empty() && self.imports.is_empty() && self.batch.is_none()
+    }
+
+    /// At the end of the world, every session closed and every deadline past: nothing is left.
+    pub fn check_nothing_left(&mut self) {
+        let used = self.w.load(None).used;
+        let counts = self.w.counts();
+        let engine = (self.w.evictable(), self.w.held(), self.tree.protected());
+        let tables = (self.handles.len(), self.landings.len(), self.exports_left());
+        let fine = self.quiet() && used == 0 && counts == (0, 0, 0) && engine == (0, 0, 0) && tables == (0, 0, 0);
+        self.watch.check(fine, Oracle::Leak, || {
+            format!(
+                "used {used}, (sessions, leases, imports) {counts:?}, (evictable, held, locked) {engine:?}, \
+                 (handles, landings, exports) {tables:?}, requests {}",
+                self.requests.len()
+            )
+        });
+        let pages = self.pool.free_pages() + self.tree.evictable();
+        self.watch.check(pages == self.pool.pages, Oracle::Leak, || {
+            format!("{pages} of {} pages are free", self.pool.pages)
+        });
+    }
+
+    /// Sessions known, by name.
+    pub fn sessions(&self) -> Vec<SessionId> {
+        let list = self.w.sessions(None, usize::MAX, self.now);
+        list.sessions.into_iter().map(|s| s.session_id).collect()
+    }
+
+    /// What must hold after every event of this process.
+    fn check(&mut self) {
+        let page = self.pool.page;
+        let rows = |r: &Request| r.row_pages(page) * page - r.protected();
+        let running: u32 = self.requests.values().filter(|r| r.begun).map(rows).sum();
+        let free = self.pool.free_pages() * page;
+        let (evictable, held) = (self.w.evictable(), self.w.held());
+        let tree = (self.tree.evictable() + self.tree.protected()) * page;
+        let capacity = self.pool.pages * page;
+        self.watch.check(
+            free + tree + evictable + held + running == capacity,
+            Oracle::Sum,
+            || {
+                format!(
+                    "{capacity} = free {free} + tree {tree} + evictable {evictable} + held {held} + running {running}"
+                )
+            },
+        );
+        if std::mem::take(&mut self.stirred) {
+            self.check_owners();
+        }
+    }
+
+    fn check_owners(&mut self) {
+        let page = self.pool.page;
+        let mut owner: BTreeMap<u32, &str> = BTreeMap::new();
+        let mut rows: BTreeSet<u32> = BTreeSet::new();
+        let watch = &mut self.watch;
+        let mut own = |number: u32, who: &'static str| {
+            let before = owner.insert(number, who);
+            watch.check(before.is_none() && !self.pool.is_free(number), Oracle::OneOwner, || {
+                format!("page {number} is {who} and {}", before.unwrap_or("free"))
+            });
+        };
+        for (number, _) in self.tree.pages() {
+            own(number, "the tree's");
+        }
+        for request in self.requests.values().filter(|r| r.begun) {
+            let skip = (request.protected() / page) as usize;
+            for slot in request.row.iter().step_by(page as usize).skip(skip) {
+                rows.insert(*slot as u32 / page);
+                own(*slot as u32 / page, "a row's");
+            }
+        }
+        for (number, state) in self.w.page_states() {
+            use kvc_proto::block::PageState;
+            // A running turn's row names its session's pages: they are one owner.
+            let lent = matches!(state, PageState::Lent | PageState::Reading) && rows.contains(&number);
+            if !lent {
+                own(number, "the module's");
+            }
+        }
+    }
+}
+
+/// The names of leases that are over by force.
+pub(super) type Revoked = BTreeSet<LeaseId>;
