@@ -397,7 +397,8 @@ class KvcCache(SessionAwareCache):
         committed = min(end, len(req.origin_input_ids) + len(req.output_ids))
         row = self._row(req, end).cpu()
         frees = run.turn.commit(committed, req.output_ids, row.data_ptr(), committed)
-        self._let_go(req, run, frees, row[ceil_align(committed, self.page_size) :])
+        beyond = row[ceil_align(committed, self.page_size) :] if committed < end else None
+        self._let_go(req, run, frees, beyond)
         if self.observer is not None:
             self.observer.committed(run.sid, (req.origin_input_ids + req.output_ids)[:committed], row[:committed])
 
@@ -405,13 +406,13 @@ class KvcCache(SessionAwareCache):
         row = self._row(req, end).cpu()
         frees = run.turn.rollback(end, row.data_ptr(), len(row), retract)
         # Before the adoption the machine owns none of the row: what the tree does not hold goes back here.
-        unowned = row[req.cache_protected_len :] if run.node is None and not run.adopted else row[:0]
+        unowned = row[req.cache_protected_len :] if run.node is None and not run.adopted else None
         self._let_go(req, run, frees, unowned)
 
-    def _let_go(self, req: Req, run: Run, frees: Frees | None, unowned: torch.Tensor) -> None:
+    def _let_go(self, req: Req, run: Run, frees: Frees | None, unowned: torch.Tensor | None) -> None:
         self.dec_lock_ref(req.last_node)
         self.free(frees)
-        if len(unowned):
+        if unowned is not None and len(unowned):
             self.token_to_kv_pool_allocator.free(unowned.to(self.inner.device, dtype=torch.int64))
         if run.opened is not None:
             run.opened.kvc_len = self.engine.history_len(run.sid)
