@@ -103,7 +103,7 @@ class KvcCache(SessionAwareCache):
         self._promised = promised
         self.prefixes: dict[int, Any] = {}
         self.landings: dict[int, Landing] = {}
-        self.waiting_lands: list[Land] = []
+        self.waiting_lands: list[tuple[Land, Any]] = []
         self.pending: dict[Req, None] = {}
         """Requests with a turn that has not begun."""
         self.running: dict[Req, None] = {}
@@ -276,8 +276,7 @@ class KvcCache(SessionAwareCache):
         if isinstance(command, Free):
             self.free(command.frees)
         elif isinstance(command, Land):
-            if not self._land(command):
-                self.waiting_lands.append(command)
+            self._land(command)
         elif isinstance(command, Commit):
             self._commit_import(command)
         else:
@@ -287,12 +286,12 @@ class KvcCache(SessionAwareCache):
     def land_waiting(self) -> None:
         """Once per loop iteration: imports that found no room look again; those that died in between are forgotten."""
         waiting, self.waiting_lands = self.waiting_lands, []
-        for command in waiting:
+        for command, node in waiting:
+            self.inner.dec_lock_ref(node)
             if self.engine.session_of(command.import_id) is not None:
-                self.carry_out(command)
+                self._land(command)
 
-    def _land(self, command: Land) -> bool:
-        """False: there is no room besides what the engine has promised to the prefill that runs."""
+    def _land(self, command: Land) -> None:
         tokens = command.tokens
         extra_key = extra_key_of(command.identity)
         match = self.inner.match_prefix(MatchPrefixParams(key=RadixKey(tokens, extra_key)))
@@ -300,14 +299,16 @@ class KvcCache(SessionAwareCache):
         self.inner.inc_lock_ref(match.last_device_node)
         room = self.token_to_kv_pool_allocator.available_size() + self.evictable_size() - self._promised()
         if need > room:
-            self.inner.dec_lock_ref(match.last_device_node)
-            return False
+            # It waits locked: the machine pins an older copy meanwhile and `evict` guards that copy's prefix, so the
+            # tree must not count it as room.
+            self.waiting_lands.append((command, match.last_device_node))
+            return
         evict_from_tree_cache(self, need)
         slots = self.token_to_kv_pool_allocator.alloc(need)
         if slots is None:
             self.inner.dec_lock_ref(match.last_device_node)
             self.engine.land_failed(command.import_id)
-            return True
+            return
         # A handle of its own even for the root: `Drop` names an import by nothing else.
         handle = self._handle(match.last_device_node)
         landing = Landing(tokens, extra_key, command.held, match, slots, handle)
@@ -319,7 +320,6 @@ class KvcCache(SessionAwareCache):
         if frees is not None and landing.handle in frees.prefixes:  # it died meanwhile
             self._give_up(landing.handle)
         self.free(frees)
-        return True
 
     def _commit_import(self, command: Commit) -> None:
         landing = self.landings.pop(command.import_id)
