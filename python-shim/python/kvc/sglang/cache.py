@@ -297,8 +297,9 @@ class KvcCache(SessionAwareCache):
         match = self.inner.match_prefix(MatchPrefixParams(key=RadixKey(tokens, extra_key)))
         need = ceil_align(len(tokens), self.page_size) - max(len(match.device_indices), command.held)
         self.inner.inc_lock_ref(match.last_device_node)
-        room = self.token_to_kv_pool_allocator.available_size() + self.evictable_size() - self._promised()
-        if need > room:
+        room = self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
+        promised = self._promised()
+        if need + promised > room and (promised or self.landings):
             # It waits locked: the machine pins an older copy meanwhile and `evict` guards that copy's prefix, so the
             # tree must not count it as room.
             self.waiting_lands.append((command, match.last_device_node))
