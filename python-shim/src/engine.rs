@@ -143,7 +143,7 @@ impl Engine {
     }
 
     /// Once per loop iteration: the engine's numbers in, commands out.
-    #[pyo3(signature = (*, free, tree_evictable, running, waiting, pending_prefill_tokens, allocated))]
+    #[pyo3(signature = (*, free, tree_evictable, running, waiting, pending_prefill_tokens, reserved, allocated))]
     #[allow(clippy::too_many_arguments)]
     fn poll(
         &self,
@@ -153,6 +153,7 @@ impl Engine {
         running: usize,
         waiting: usize,
         pending_prefill_tokens: u64,
+        reserved: usize,
         allocated: Vec<(u64, usize)>,
     ) -> PyResult<Vec<Py<PyAny>>> {
         let snapshot = Snapshot {
@@ -161,6 +162,7 @@ impl Engine {
             running: units(running),
             waiting: units(waiting),
             pending_prefill_tokens,
+            reserved: units(reserved),
             allocated: allocated
                 .into_iter()
                 .map(|(turn, tokens)| (TurnId(turn), units(tokens)))

@@ -135,6 +135,9 @@ pub struct Snapshot {
     pub waiting: u32,
     /// Prompt tokens waiting.
     pub pending_prefill_tokens: u64,
+    /// Tokens that the engine has promised to what runs and has not allocated: the later chunks of a prefill, which it does
+    /// not check again, and the growth it expects. An import waits while it would take of them.
+    pub reserved: u32,
     /// Tokens allocated so far by each running session turn beyond what was restored.
     pub allocated: Vec<(TurnId, u32)>,
 }

@@ -52,7 +52,19 @@ impl Worker {
         }
         self.free_quarantine(&mut frees);
         frees.prefixes.append(&mut self.forgotten);
+        let mut room = self.room(snapshot, &frees, &commands);
         for id in std::mem::take(&mut self.ready) {
+            // It takes at most its whole length of what the engine can have: landing pages, the older copy that it pins,
+            // the tree's part that `Land` locks.
+            if let Some(ImportPhase::Granted(offer)) = self.imports.get(&id).map(|i| &i.phase) {
+                let whole = block::ceil(offer.len(), self.config.page_tokens);
+                if snapshot.reserved > 0 && whole.saturating_add(snapshot.reserved) > room {
+                    // XFER-7: its deadline bounds the wait.
+                    self.ready.push_back(id);
+                    continue;
+                }
+                room = room.saturating_sub(whole);
+            }
             commands.extend(self.move_on(id, &mut frees));
         }
         // Cuts made for a landing may have revoked leases; their pages need not wait for another loop.
@@ -287,6 +299,17 @@ impl Worker {
         for key in std::mem::take(&mut self.fresh) {
             self.refresh(key);
         }
+    }
+
+    /// Tokens that the engine could have once it has carried out what this poll frees.
+    fn room(&self, snapshot: &Snapshot, frees: &Frees, commands: &[Command]) -> u32 {
+        let dropped = commands.iter().map(|c| match c {
+            Command::Drop { frees, .. } => frees.slots.len(),
+            Command::Free(_) | Command::Land { .. } | Command::Commit { .. } => 0,
+        });
+        let pages = u32::try_from(frees.slots.len() + dropped.sum::<usize>()).unwrap_or(u32::MAX);
+        let freed = pages.saturating_mul(self.config.page_tokens);
+        snapshot.free + snapshot.tree_evictable + self.evictable + freed
     }
 
     fn free_quarantine(&mut self, frees: &mut Frees) {

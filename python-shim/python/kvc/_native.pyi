@@ -124,6 +124,7 @@ class Engine:
         running: int,
         waiting: int,
         pending_prefill_tokens: int,
+        reserved: int,
         allocated: list[tuple[int, int]],
     ) -> list[Free | Land | Commit | Drop]: ...
     def landed(

@@ -130,6 +130,8 @@ pub struct Engine {
     pub polled: Vec<Command>,
     /// The next import dies between `Land` and `landed`.
     pub kill_landing: bool,
+    /// Tokens promised to what runs.
+    pub reserved: u32,
 }
 
 impl Engine {
@@ -153,6 +155,7 @@ impl Engine {
             done: Vec::new(),
             polled: Vec::new(),
             kill_landing: false,
+            reserved: 0,
         };
         engine.poll();
         engine
@@ -662,6 +665,7 @@ impl Engine {
             running: self.runs.iter().filter(|r| r.running).count() as u32,
             waiting: self.runs.iter().filter(|r| !r.running).count() as u32,
             pending_prefill_tokens: 0,
+            reserved: self.reserved,
             allocated: self
                 .runs
                 .iter()

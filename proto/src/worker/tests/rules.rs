@@ -607,6 +607,42 @@ fn an_import_pulls_only_the_rest() {
     e.quiesce();
 }
 
+/// SES-3: while the engine has promised the room to a prefill that runs, an import takes none of it: no landing pages, and
+/// the older copy that it will extend stays evictable.
+#[test]
+fn an_import_waits_while_the_room_is_promised_to_what_runs() {
+    let mut e = Engine::new(config(640, 16));
+    let history = e.turn(0, &tokens(1, 100), 5);
+    e.poll();
+    let question = AdmitRequest {
+        via: Some(Via::Prefill),
+        ..ask(0, 300, 1)
+    };
+    let grant = e.w.admit(&question, e.now).reservation.unwrap();
+    let import = e.w.import(&name(0), &import_of(grant, 1), e.now).unwrap();
+    e.offer(
+        import,
+        0,
+        identity(0),
+        more(&history, 2, 300 - history.len() as u32),
+        50,
+    );
+    let before = (e.w.evictable(), e.w.held());
+    e.reserved = 400;
+    e.poll();
+    assert_eq!(e.polled, vec![]);
+    assert_eq!((e.w.evictable(), e.w.held()), before);
+    e.reserved = 300;
+    e.poll();
+    assert!(matches!(e.polled[..], [.., Command::Land { .. }]), "640 - 300 hold it");
+    e.pull_all(import);
+    e.confirmed(import);
+    e.poll();
+    e.check();
+    e.w.release(&name(0), &ReleaseRequest::default(), e.now);
+    e.quiesce();
+}
+
 /// XFER-3: nothing is visible before the confirmation, and a refused one drops everything.
 #[test]
 fn an_unconfirmed_import_is_dropped() {

@@ -144,6 +144,7 @@ class Hooks:
             running=len(scheduler.running_batch.reqs),
             waiting=len(scheduler.waiting_queue),
             pending_prefill_tokens=sum(len(req.origin_input_ids) for req in scheduler.waiting_queue),
+            reserved=self._promised(),
             allocated=[(req.kvc.turn.id, max(0, req.kv_allocated_len - req.kvc.matched)) for req in cache.running],
         )
         cache.land_waiting()
