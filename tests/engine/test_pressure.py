@@ -112,7 +112,7 @@ def test_a_full_batch_flag_is_not_kept_while_nothing_runs(small, cluster):
 def test_an_idle_engine_with_a_landing_import_keeps_its_balance(small, cluster):
     """Trap: landing slots that no account holds end the scheduler at its next idle check."""
     fresh(small)
-    seed = Seed(cluster.prefill, small, "slow", script.ids(random.Random(46), 4000))
+    seed = Seed(cluster.prefill, small, "slow", script.ids(random.Random(46), 4003))
     seed.admit()
     with held_import(seed) as pull:
         time.sleep(1.5)  # the engine's idle check runs meanwhile
@@ -121,7 +121,7 @@ def test_an_idle_engine_with_a_landing_import_keeps_its_balance(small, cluster):
         assert state["running"] == state["waiting"] == 0 and total == state["pool"], state
     answer = pull.done()
     assert answer.status == 200, answer.text
-    assert seed.decode().cached == 3999
+    assert seed.decode().cached == 4002
     assert_balanced(small)
 
 
