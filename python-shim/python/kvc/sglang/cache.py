@@ -96,7 +96,9 @@ class Landing:
 class KvcCache(SessionAwareCache):
     """See the module."""
 
-    def __init__(self, inner: RadixCache, engine: Engine, lost: Callable[[], int], promised: Callable[[], int]) -> None:
+    def __init__(
+        self, inner: RadixCache, engine: Engine, lost: Callable[[], torch.Tensor], promised: Callable[[], int]
+    ) -> None:
         super().__init__(inner)
         self.engine = engine
         self._lost = lost
@@ -108,6 +110,8 @@ class KvcCache(SessionAwareCache):
         """Requests with a turn that has not begun."""
         self.running: dict[Req, None] = {}
         """Requests with a begun turn."""
+        self.starting: list[Req] = []
+        """Requests of the batch that allocates now: their rows do not name their slots yet."""
         self._handles = itertools.count(1)
         self.observer: Any = None
         """Told of every committed row in tests (`kvc.sglang.testing`)."""
@@ -116,10 +120,12 @@ class KvcCache(SessionAwareCache):
 
     def evictable_size(self) -> int:
         own: int = self.inner.evictable_size()
-        return own + self.engine.evictable()
+        # After a fault what sessions held is found by looking: it stays room that requests were admitted on.
+        sessions = len(self._lost()) * self.page_size if self.engine.faulted else self.engine.evictable()
+        return own + sessions
 
     def session_held_tokens(self) -> int:
-        return self._lost() if self.engine.faulted else self.engine.held()
+        return self.engine.held()
 
     def session_held_full_tokens(self) -> int:
         return self.session_held_tokens()
@@ -169,6 +175,7 @@ class KvcCache(SessionAwareCache):
 
     def kvc_begin(self, reqs: list[Req]) -> None:
         """From the allocator's caller: these requests run now; a rewound tail is freed before they allocate (OWN-7)."""
+        self.starting = reqs
         for req in reqs:
             run: Run | None = req.kvc
             if run is None or run.begun:
@@ -225,6 +232,8 @@ class KvcCache(SessionAwareCache):
     def evict(self, params: EvictParams) -> EvictResult:
         allocator = self.token_to_kv_pool_allocator
         before = allocator.available_size()
+        if self.engine.faulted:
+            self.reclaim()
         # Idle sessions lock nothing; their shared prefixes are guarded only while others' are looked for (SES-6).
         guarded = {handle: self.prefixes[handle] for handle in self.engine.idle_prefixes()}
         for node in guarded.values():
@@ -246,6 +255,12 @@ class KvcCache(SessionAwareCache):
             for node in guarded.values():
                 self.inner.dec_lock_ref(node)
         return EvictResult(num_tokens_evicted=allocator.available_size() - before)
+
+    def reclaim(self) -> None:
+        """After a fault: pages that nobody names any more are the engine's again."""
+        lost = self._lost()
+        if len(lost):
+            self.token_to_kv_pool_allocator.free(lost * self.page_size)
 
     def free(self, frees: Frees | None) -> None:
         """Gives back what the machine gave up: one slot of each page, and handles nobody needs any more."""

@@ -11,10 +11,10 @@ import os
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.utils.common import ceil_align
 from zmq import POLLIN
 
 from kvc._native import Engine, Turn, TurnTag
@@ -135,8 +135,9 @@ class Hooks:
             # "No token" while nothing runs marks the empty batch as full, and nothing upstream ever resets it.
             scheduler.running_batch.batch_is_full = False
         self._unwedge()
+        cache.starting = []
         if self.engine.faulted:
-            self._recover()
+            cache.reclaim()
             return
         commands = self.engine.poll(
             free=scheduler.token_to_kv_pool_allocator.available_size(),
@@ -168,24 +169,30 @@ class Hooks:
             promised += len(chunked.origin_input_ids) + len(chunked.output_ids) - chunked.kv_allocated_len + page
         return promised
 
-    def _recover(self) -> None:
-        """After a fault of the module: as soon as nothing runs, everything it held is the engine's again."""
+    def _owners(self) -> list[Req]:
         scheduler = self.scheduler
-        if self._lost() and len(scheduler.req_to_token_pool.free_slots) == scheduler.req_to_token_pool.size:
-            self.cache.reset()
-            scheduler.token_to_kv_pool_allocator.clear()
-            log.warning("kvc: the module is off; the memory of its sessions has been taken back")
+        batches = [batch for batch in (scheduler.last_batch, scheduler.cur_batch, scheduler.running_batch) if batch]
+        reqs = {id(req): req for batch in batches for req in batch.reqs}
+        reqs.update((id(req), req) for req in (*self.cache.running, *self.cache.starting))
+        if scheduler.chunked_req is not None:
+            reqs[id(scheduler.chunked_req)] = scheduler.chunked_req
+        return [req for req in reqs.values() if not req.kv_committed_freed]
 
-    def _lost(self) -> int:
-        """After a fault of the module: tokens that nobody accounts for any more, until the engine flushes."""
-        scheduler, inner = self.scheduler, self.cache.inner
-        batches = [batch for batch in (scheduler.last_batch, scheduler.running_batch) if batch is not None]
-        reqs = {id(req): req for batch in batches for req in batch.reqs if not req.kv_committed_freed}
-        page = scheduler.page_size
-        running = sum(ceil_align(req.kv_allocated_len, page) - req.cache_protected_len for req in reqs.values())
-        free = scheduler.token_to_kv_pool_allocator.available_size()
-        known: int = free + inner.evictable_size() + inner.protected_size() + running
-        return max(0, int(scheduler.max_total_num_tokens) - known)
+    def _lost(self) -> torch.Tensor:
+        """After a fault of the module: the pages that neither the allocator, the tree nor a request's row names."""
+        allocator, inner, page = self.scheduler.token_to_kv_pool_allocator, self.cache.inner, self.scheduler.page_size
+        lost = torch.ones(allocator.size // page + 1, dtype=torch.bool, device=inner.device)
+        lost[0] = False  # takes the writes of padding
+        lost[allocator.free_pages] = False
+        lost[allocator.release_pages] = False
+        if inner.total_size():
+            lost[inner.all_values_flatten() // page] = False
+        rows = self.scheduler.req_to_token_pool.req_to_token
+        for req in self._owners():
+            lost[req.prefix_indices.long() // page] = False
+            if req.req_pool_idx is not None:
+                lost[rows[req.req_pool_idx, : req.kv_allocated_len].long() // page] = False
+        return lost.nonzero().view(-1)
 
     def _unwedge(self) -> None:
         """SES-3, last resort: an unaligned restore can cost the page that is missing."""
