@@ -17,7 +17,7 @@ use super::{
 
 /// A loop iteration that had nothing to compute comes again after this long; an idle engine's after [`IDLE`].
 const SPIN: u64 = 2_000;
-const IDLE: u64 = 100_000;
+const IDLE: u64 = 300_000;
 /// As in `hooks.py`.
 const STUCK: u32 = 3;
 
@@ -92,6 +92,7 @@ impl Process {
         let snapshot = self.snapshot();
         let commands = self.ask(|w, now| w.poll(&snapshot, now));
         self.check_ledger(&snapshot, &commands);
+        self.land_waiting();
         for command in commands {
             self.command(command);
         }
@@ -226,6 +227,7 @@ impl Process {
                 .iter()
                 .map(|id| self.requests[id].prompt.len() as u64)
                 .sum(),
+            reserved: self.promised(),
             allocated: begun
                 .filter_map(|r| Some((r.turn?, (r.row.len() as u32).saturating_sub(r.matched))))
                 .collect(),
@@ -237,12 +239,13 @@ impl Process {
         if let Some(id) = self.chunked {
             let request = &self.requests[&id];
             let upto = (request.written + chunk).min(request.len());
-            while !self.extend(id, upto) {
-                let Some(last) = self.running.pop() else {
-                    self.starve(id);
-                    return None;
-                };
-                self.retract(last);
+            // Nobody checks later chunks: a shortage here ends the real scheduler.
+            if !self.extend(id, upto) {
+                self.watch.fire(
+                    Oracle::Room,
+                    "the room that a prefill's next chunk was promised is not there",
+                );
+                return None;
             }
             return Some(Batch::Prefill(vec![(id, upto)]));
         }
@@ -279,6 +282,18 @@ impl Process {
             }
         }
         Some(Batch::Prefill(entries))
+    }
+
+    /// Tokens that a request may still say.
+    pub(super) fn growth(&self, id: u64) -> u32 {
+        let request = &self.requests[&id];
+        request.max_new.saturating_sub(request.output.len() as u32)
+    }
+
+    /// Tokens of a request that are not prefilled.
+    pub(super) fn unwritten(&self, id: u64) -> u32 {
+        let request = &self.requests[&id];
+        request.len() - request.written
     }
 
     /// Pages a locked request will still take, if the engine's budget has them.
@@ -408,6 +423,10 @@ impl Process {
                 self.starve(last);
                 return None;
             }
+            self.retract(last);
+        }
+        if self.running.len() > 1 && self.rng.chance(self.speed.retract) {
+            let last = self.running.pop()?;
             self.retract(last);
         }
         let ids = self.running.clone();

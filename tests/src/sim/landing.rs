@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kvc_proto::{
     id::{ImportId, PrefixHandle},
+    wire::reason::{Reason, Refusal},
     worker::{Command, Identity, Token},
 };
 
@@ -13,6 +14,9 @@ use super::{
     process::Process,
     tree::Path,
 };
+
+/// A `Land` that found no room.
+pub type WaitingLand = (ImportId, Arc<[Token]>, u32, Identity, Path);
 
 /// An import between `Land` and `Commit` or `Drop`.
 #[derive(Debug)]
@@ -35,7 +39,7 @@ impl Process {
                 tokens,
                 held,
                 identity,
-            } => self.land(import, &tokens, held, &identity),
+            } => self.land(import, tokens, held, identity),
             Command::Commit { import, share } => self.commit_import(import, share),
             Command::Drop { frees, locked } => {
                 self.forget_landing(locked, &frees.slots);
@@ -44,15 +48,42 @@ impl Process {
         }
     }
 
-    fn land(&mut self, import: ImportId, tokens: &Arc<[Token]>, held: u32, identity: &Identity) {
+    /// Imports that found no room look again; those that died in between are forgotten.
+    pub(super) fn land_waiting(&mut self) {
+        for (import, tokens, held, identity, locked) in std::mem::take(&mut self.waiting_lands) {
+            self.tree.unlock(&locked);
+            if self.imports.contains_key(&import) {
+                self.land(import, tokens, held, identity);
+            }
+        }
+    }
+
+    /// Tokens that a landing must leave: what running requests are trusted to take, and the rest of the prefill under way.
+    pub(super) fn promised(&self) -> u32 {
         let page = self.pool.page;
-        let truth = kv::truth(identity, tokens);
+        let running = self
+            .running
+            .iter()
+            .map(|id| self.growth(*id) * self.speed.trust / 1000 + page);
+        let chunked = self.chunked.map_or(0, |id| self.unwritten(id) + 2 * page);
+        running.sum::<u32>() + chunked
+    }
+
+    fn land(&mut self, import: ImportId, tokens: Arc<[Token]>, held: u32, identity: Identity) {
+        let page = self.pool.page;
+        let truth = kv::truth(&identity, &tokens);
         let path = self.tree.find(&truth, truth.len());
         let have = path.len() as u32 * page;
         self.tree.lock(&path);
         let need = (tokens.len() as u32)
             .div_ceil(page)
             .saturating_sub(have.max(held) / page);
+        let room = (self.pool.free_pages() + self.tree.evictable()) * page + self.w.evictable();
+        if need * page + self.promised() > room {
+            // Its lock stays: the prefix of the session's older copy, which is pinned, must not count as evictable.
+            self.waiting_lands.push((import, tokens, held, identity, path));
+            return;
+        }
         let Some(pages) = self.alloc(need) else {
             self.tree.unlock(&path);
             self.ask(|w, now| w.land_failed(import, now));
@@ -71,6 +102,11 @@ impl Process {
             own,
         };
         self.landings.insert(import, landing);
+        if self.rng.chance(self.speed.leave) {
+            // The module's threads do not wait for the engine's.
+            let why = Refusal::new(Reason::Cancelled, "the client went away");
+            self.ask(|w, now| w.cancel_import(import, why, now));
+        }
         let frees = self.ask(|w, now| w.landed(import, have, handle, &head, &slots, now));
         // Its answer has gone out already: it died between the command and now.
         if !self.imports.contains_key(&import)

@@ -96,7 +96,9 @@ impl Plan {
         let new_max = rng.range(4, 24);
         // Tight pools evict and retract; wide ones keep everything.
         let need = prompt_max + new_max + u64::from(page);
-        let capacity = |rng: &mut Rng| ((need * rng.range(12, 40) / 10) as u32).next_multiple_of(page);
+        let tight = rng.chance(400);
+        let most = if tight { 16 } else { 40 };
+        let capacity = |rng: &mut Rng| ((need * rng.range(11, most) / 10) as u32).next_multiple_of(page);
         let tau = rng.range(16, 80) as u32;
         let workers: Vec<_> = roles
             .iter()
@@ -106,8 +108,10 @@ impl Plan {
             forward: rng.range(500, 4_000),
             token: rng.range(5, 60),
             chunk: rng.range(8, 64) as u32,
-            running: rng.range(2, 4) as usize,
-            trust: rng.below(1000) as u32,
+            running: rng.range(2, 6) as usize,
+            trust: rng.pick(&[0, 300, 1000]),
+            retract: rng.pick(&[0, 0, 20, 100]),
+            leave: if limits.faults { rng.pick(&[0, 30]) } else { 0 },
             read: rng.range(50, 3_000),
             read_tokens: rng.range(4, 48) as usize,
             vocabulary,
@@ -122,7 +126,7 @@ impl Plan {
             cut_until: 0,
         };
         let routers = rng.range(1, 2) as usize;
-        let clients = rng.range(2, 5) as usize;
+        let clients = if tight { rng.range(4, 8) } else { rng.range(2, 5) } as usize;
         Plan {
             seed,
             speeds: roles.iter().map(|_| speed(rng)).collect(),
@@ -133,11 +137,11 @@ impl Plan {
             clients,
             // Two clients of one session get in each other's way (ADM-8).
             sessions: if rng.chance(300) { clients - 1 } else { clients },
-            turns: limits.turns,
+            turns: if tight { limits.turns / 2 + 1 } else { limits.turns },
             prompt_max,
             new_max,
             vocabulary,
-            direct: rng.pick(&[0, 0, 100]),
+            direct: rng.pick(&[0, 0, 100, 300]),
             cancel: if faults { rng.pick(&[0, 50, 150]) } else { 0 },
             rewind: rng.pick(&[50, 200, 400]),
             large: rng.pick(&[50, 200, 400]),

@@ -47,6 +47,13 @@ impl Pool {
         }
     }
 
+    /// The engine clears everything.
+    pub fn reset(&mut self) {
+        self.free = (1..=self.pages).rev().collect();
+        self.is_free = (0..=self.pages).map(|p| p > 0).collect();
+        self.kv.fill(DEAD);
+    }
+
     /// Free pages.
     pub fn free_pages(&self) -> u32 {
         self.free.len() as u32

@@ -20,7 +20,7 @@ use super::{
     engine::{Batch, Request},
     export::Exports,
     import::Task,
-    landing::Landing,
+    landing::{Landing, WaitingLand},
     ledger::Books,
     message::{Ask, CallId, Message, NodeId, Reply, TurnAsk},
     oracle::{Oracle, Watch},
@@ -70,6 +70,10 @@ pub struct Speed {
     pub running: usize,
     /// Thousandths of their remaining growth that running requests are trusted to need.
     pub trust: u32,
+    /// Thousandths of decode steps that retract a request for no reason.
+    pub retract: u64,
+    /// Thousandths of landings whose client goes away while the engine allocates.
+    pub leave: u64,
     /// A read's time at the exporter.
     pub read: Time,
     /// Tokens per read.
@@ -103,6 +107,7 @@ pub struct Process {
     pub(super) stuck: u32,
     pub(super) appointment: u64,
     pub(super) landings: BTreeMap<ImportId, Landing>,
+    pub(super) waiting_lands: Vec<WaitingLand>,
     pub(super) imports: BTreeMap<ImportId, Task>,
     pub(super) exports: Exports,
     pub(super) calls: BTreeMap<CallId, ImportId>,
@@ -164,6 +169,7 @@ impl Process {
             stuck: 0,
             appointment: 0,
             landings: BTreeMap::new(),
+            waiting_lands: Vec::new(),
             imports: BTreeMap::new(),
             exports: Exports::default(),
             calls: BTreeMap::new(),
@@ -231,6 +237,26 @@ impl Process {
         self.now = now;
         self.ask(|w, now| w.close(session, now));
         self.settle();
+    }
+
+    /// The engine clears its pool and its tree; false while it has work.
+    pub fn flush(&mut self, now: Now) -> bool {
+        if !self.requests.is_empty() || self.batch.is_some() {
+            return false;
+        }
+        self.now = now;
+        self.ask(|w, now| w.flush(now));
+        self.watch.check(self.exports_left() == 0, Oracle::FreedUnderRead, || {
+            "a flush leaves something readable".to_owned()
+        });
+        self.handles.clear();
+        self.landings.clear();
+        self.waiting_lands.clear();
+        self.pool.reset();
+        self.tree = Tree::new(self.pool.page);
+        self.stirred = true;
+        self.settle();
+        true
     }
 
     /// Asks the machine; its fences are over when this returns.

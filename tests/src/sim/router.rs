@@ -68,8 +68,17 @@ pub enum Tick {
     Deadline(CallId),
     /// The pause of a dispatch is over.
     Wake(u64),
-    /// Time to ask a worker for its state.
-    Poll(usize),
+    /// Time to ask a worker for its state; the second number is this life's.
+    Poll(usize, u64),
+}
+
+/// What a router's death leaves behind.
+#[derive(Debug)]
+pub struct Broken {
+    /// Connections to workers that close.
+    pub calls: Vec<(NodeId, CallId)>,
+    /// Requests of clients, who hear of it.
+    pub requests: Vec<(usize, u64)>,
 }
 
 /// See the module.
@@ -77,6 +86,8 @@ pub enum Tick {
 pub struct Node {
     id: NodeId,
     router: Router<Store>,
+    store: Store,
+    next_poll: u64,
     live: BTreeMap<u64, Live>,
     calls: BTreeMap<CallId, (u64, Call)>,
     polls: BTreeMap<CallId, usize>,
@@ -121,6 +132,8 @@ impl Node {
     pub fn new(id: NodeId, name: RouterId, config: RouterConfig, store: Store, roles: &[Role], logging: bool) -> Node {
         let mut node = Node {
             id,
+            store: store.clone(),
+            next_poll: 0,
             router: Router::new(config, name, store, View::new(roles.iter().copied())),
             live: BTreeMap::new(),
             calls: BTreeMap::new(),
@@ -135,19 +148,45 @@ impl Node {
             modes: [0; 5],
         };
         for worker in 0..roles.len() {
-            node.out.push(Out::After(worker as u64, Tick::Poll(worker)));
+            node.out.push(Out::After(worker as u64, Tick::Poll(worker, 0)));
         }
         node
+    }
+
+    /// Ends by force and starts again under another name, knowing nothing.
+    pub fn crash(&mut self, name: RouterId, logging: bool) -> Broken {
+        let calls = self
+            .calls
+            .keys()
+            .filter_map(|c| Some((self.worker_of(*c)?, *c)))
+            .collect();
+        let requests = self
+            .live
+            .values()
+            .map(|l| (l.request.client, l.request.number))
+            .collect();
+        let roles: Vec<Role> = self
+            .router
+            .view
+            .all()
+            .map(|w| self.router.view.worker(w).role())
+            .collect();
+        let (config, store) = (self.router.config().clone(), self.store.clone());
+        let polls = self.next_poll;
+        let modes = self.modes;
+        *self = Node::new(self.id, name, config, store, &roles, logging);
+        (self.modes, self.next_poll) = (modes, polls + 1);
+        self.out.clear();
+        for worker in 0..roles.len() {
+            self.out
+                .push(Out::After(worker as u64, Tick::Poll(worker, self.next_poll)));
+        }
+        Broken { calls, requests }
     }
 
     /// What it wants since the last time.
     pub fn drain(&mut self) -> Vec<Out> {
         std::mem::take(&mut self.out)
-    }
-
-    /// Calls whose callers wait here; a crash breaks them.
-    pub fn open_calls(&self) -> Vec<CallId> {
-        self.calls.keys().copied().collect()
     }
 
     /// A client's request.
@@ -221,18 +260,26 @@ impl Node {
         match tick {
             Tick::Deadline(call) => self.failed(call, Reason::DeadlineExceeded),
             Tick::Wake(number) => {
+                // While it was queued behind another turn of its session the pin may have moved.
+                if let Some(mut live) = self.live.remove(&number) {
+                    if live.asked.is_empty() {
+                        self.before(&mut live);
+                    }
+                    self.live.insert(number, live);
+                }
                 if let Some(dispatch) = self.live.get_mut(&number).and_then(|l| l.dispatch.as_mut()) {
                     dispatch.handle_timeout(&mut self.router, now);
                     self.advance(number);
                 }
             }
-            Tick::Poll(worker) => {
+            Tick::Poll(_, life) if life != self.next_poll => {}
+            Tick::Poll(worker, life) => {
                 self.next += 1;
                 let call = self.next;
                 self.polls.insert(call, worker);
                 self.out.push(Out::Send(worker, Message::Ask(call, Ask::Info)));
                 self.out.push(Out::After(ADMIT, Tick::Deadline(call)));
-                self.out.push(Out::After(POLL, Tick::Poll(worker)));
+                self.out.push(Out::After(POLL, Tick::Poll(worker, life)));
             }
         }
     }
@@ -539,6 +586,7 @@ impl Node {
     // ---- what must hold of a dispatch (INV-2, INV-3, DISP-7)
 
     fn before(&mut self, live: &mut Live) {
+        (live.pin, live.excused) = (None, false);
         let Some(session) = &live.request.session else { return };
         let Some(record) = self.router.sessions().peek(session) else {
             return;

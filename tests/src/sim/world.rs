@@ -82,6 +82,7 @@ pub struct World {
     /// Processes that have ended by force.
     pub crashes: u64,
     past: Past,
+    routers_started: u64,
 }
 
 /// What ended processes had done.
@@ -151,6 +152,7 @@ impl World {
             (Clock::new(&mut rng, plan.drift), node)
         });
         let routers: Vec<_> = routers.collect();
+        let plan_routers = routers.len() as u64;
         let mut world = World {
             links: vec![vec![plan.link; nodes]; nodes],
             hosts: plan.roles.iter().map(|_| host(&mut rng)).collect(),
@@ -165,6 +167,7 @@ impl World {
             steps: 0,
             crashes: 0,
             past: Past::default(),
+            routers_started: plan_routers,
             rng,
         };
         for node in 0..world.hosts.len() {
@@ -515,7 +518,11 @@ impl World {
         self.next_fault();
         let node = self.rng.below(self.hosts.len() as u64) as NodeId;
         let peer = self.rng.below(self.links.len() as u64) as NodeId;
-        match self.rng.below(10) {
+        match self.rng.below(16) {
+            10 => self.flush(node),
+            11 => self.drain(node),
+            12..=13 => self.close_one(node),
+            14 => self.restart_router(),
             0..=2 => self.crash(node),
             3..=4 => {
                 let thaw = self.now + self.rng.range(5_000, 700_000);
@@ -544,6 +551,62 @@ impl World {
         }
     }
 
+    /// The engine's `/flush_cache`: refused while it has work.
+    fn flush(&mut self, node: NodeId) {
+        let now = self.hosts[node].clock.at(self.now);
+        if let Some(process) = &mut self.hosts[node].process
+            && process.flush(now)
+        {
+            self.note(|| format!("worker {node} is flushed"));
+        }
+        self.process_out(node);
+    }
+
+    fn drain(&mut self, node: NodeId) {
+        let on = self.rng.chance(500);
+        if let Some(process) = &mut self.hosts[node].process {
+            process.w.set_draining(on);
+        }
+        self.note(|| format!("worker {node} draining: {on}"));
+    }
+
+    /// Somebody closes a session, whatever it is doing (SES-2).
+    fn close_one(&mut self, node: NodeId) {
+        let now = self.hosts[node].clock.at(self.now);
+        let pick = self.rng.draw();
+        if let Some(process) = &mut self.hosts[node].process {
+            let sessions = process.sessions();
+            if let Some(session) = sessions.get((pick % (sessions.len() as u64).max(1)) as usize) {
+                process.close_session(session, now);
+                let session = session.clone();
+                self.note(|| format!("worker {node} is told to close {session}"));
+            }
+        }
+        self.process_out(node);
+    }
+
+    /// A router dies: its connections close, its clients get an error, what it knew is gone; the session store stays.
+    fn restart_router(&mut self) {
+        let router = self.rng.below(self.routers.len() as u64) as usize;
+        let node = self.hosts.len() + router;
+        self.routers_started += 1;
+        let name = RouterId(self.routers_started);
+        self.note(|| format!("router {node} restarts as {name}"));
+        let (_, old) = &mut self.routers[router];
+        let router::Broken { calls, requests } = old.crash(name, self.log.is_some());
+        for (worker, call) in calls {
+            self.send(node, worker, Message::Close(call));
+        }
+        for (client, number) in requests {
+            let answer = super::client::Answer::Error("the router has gone".to_owned());
+            if self.clients[client].answered(number, &answer, &self.plan, &mut self.watch) {
+                let at = self.now + self.clients[client].thinks(&self.plan);
+                self.at(at, Event::Client(client, Wish::Ask));
+            }
+        }
+        self.router_out(router);
+    }
+
     fn heal(&mut self) {
         self.note(|| "everything heals".to_owned());
         for (a, row) in self.links.iter_mut().enumerate() {
@@ -554,6 +617,9 @@ impl World {
         }
         for host in &mut self.hosts {
             host.frozen_until = host.frozen_until.min(self.now + 1);
+            if let Some(process) = &mut host.process {
+                process.w.set_draining(false);
+            }
         }
     }
 

@@ -1,0 +1,37 @@
+//! Many worlds of the simulation: `cargo run -p kvc-tests --release --example soak -- [worlds] [first seed]`.
+//! Ends at the first world that breaks a rule and says how to replay it.
+
+use std::time::{Duration, Instant};
+
+use kvc_tests::sim::{Limits, Report, run};
+
+fn main() {
+    let mut numbers = std::env::args().skip(1).map(|a| a.parse::<u64>().ok());
+    let worlds = numbers.next().flatten().unwrap_or(100_000);
+    let first = numbers.next().flatten().unwrap_or(10_000_000);
+    let (began, mut told) = (Instant::now(), Instant::now());
+    let mut all = Report::default();
+    for seed in first..first + worlds {
+        let limits = Limits {
+            faults: seed % 4 != 0,
+            ..Limits::default()
+        };
+        match run(seed, &limits) {
+            Ok(report) => all.join(&report),
+            Err(violation) => {
+                println!("world {seed}: {violation}");
+                let faults = u8::from(limits.faults);
+                println!(
+                    "replay: KVC_SIM_SEED={seed} KVC_SIM_FAULTS={faults} cargo test -p kvc-tests --test sim replay -- --nocapture"
+                );
+                std::process::exit(1);
+            }
+        }
+        if told.elapsed() > Duration::from_secs(30) || seed + 1 == first + worlds {
+            told = Instant::now();
+            let seconds = began.elapsed().as_secs_f64();
+            let (w, s) = (all.worlds as f64 / seconds, all.steps as f64 / seconds);
+            println!("{seconds:.0} s, {w:.0} worlds/s, {s:.0} steps/s: {all:?}");
+        }
+    }
+}
