@@ -54,7 +54,49 @@ fn worlds_without_faults_keep_every_rule() {
 #[test]
 fn worlds_with_faults_keep_every_rule() {
     // F12..F16: loss, duplication, reordering, partition, crash, restart, freeze, expiry races, clients that leave.
-    tell("faults", batch(1_000_000, worlds(), &Limits::default()));
+    let (report, took) = batch(1_000_000, worlds(), &Limits::default());
+    let past = report.past;
+    let corners = [
+        ("crashes", report.crashes),
+        ("imports", past.imports),
+        ("evictions", past.evictions),
+        ("revocations", past.revocations),
+        ("rewinds", past.rewinds),
+        ("retracts", past.retracts),
+        ("aborts", past.aborts),
+        ("direct", report.modes[0]),
+        ("seed", report.modes[1]),
+        ("reseed", report.modes[2]),
+        ("fallback", report.modes[3]),
+    ];
+    for (corner, times) in corners {
+        assert!(
+            times * 20 >= report.worlds,
+            "{corner}: only {times} in {} worlds",
+            report.worlds
+        );
+    }
+    tell("faults", (report, took));
+}
+
+#[test]
+fn a_seed_is_one_world() {
+    // Nothing depends on the order of a hash map, on an address or on real time.
+    for seed in 0..40 {
+        let limits = Limits {
+            faults: seed % 4 != 0,
+            ..Limits::default()
+        };
+        let (first, second) = (run_logged(seed, &limits).0, run_logged(seed, &limits).0);
+        let differs = first.iter().zip(&second).position(|(a, b)| a != b);
+        assert_eq!(
+            differs,
+            None,
+            "world {seed}: {:?}",
+            differs.map(|i| (&first[i], &second[i]))
+        );
+        assert_eq!(first.len(), second.len(), "world {seed}");
+    }
 }
 
 #[test]

@@ -31,6 +31,8 @@ pub struct Request {
     pub prompt: Arc<[Token]>,
     /// The generation limit.
     pub max_new: u32,
+    /// What the router takes the prompt's length and the limit for: it sees text (ADM-14).
+    pub believed: (u32, Option<u32>),
     /// The client has asked for a stream.
     pub stream: bool,
     /// To this worker, without a router's dispatch.
@@ -116,12 +118,20 @@ impl Client {
             identity: self.identity.clone(),
             prompt: self.history.as_slice().into(),
             max_new,
+            believed: self.believed(plan, max_new),
             stream: self.rng.chance(500),
             direct,
         };
         self.answers = 0;
         self.asked = Some(request.clone());
         Some(request)
+    }
+
+    fn believed(&mut self, plan: &Plan, max_new: u32) -> (u32, Option<u32>) {
+        let len = self.history.len() as u64;
+        let wrong = if plan.estimated { self.rng.range(60, 140) } else { 100 };
+        let limit = (!plan.estimated || self.rng.chance(700)).then_some(max_new);
+        ((len * wrong / 100).max(1) as u32, limit)
     }
 
     /// Whether it goes away while it waits, and after how long.

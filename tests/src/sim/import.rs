@@ -85,6 +85,7 @@ impl Process {
             self.imports.insert(import, task);
             import
         };
+        self.histories.remove(session);
         self.ask(|_, _| ());
         self.placed(session, before.as_ref(), Some(request.placement));
         Ok(import)

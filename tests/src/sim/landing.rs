@@ -79,7 +79,8 @@ impl Process {
             .div_ceil(page)
             .saturating_sub(have.max(held) / page);
         let room = (self.pool.free_pages() + self.tree.evictable()) * page + self.w.evictable();
-        if need * page + self.promised() > room {
+        let promised = self.promised();
+        if need * page + promised > room && (promised > 0 || !self.landings.is_empty()) {
             // Its lock stays: the prefix of the session's older copy, which is pinned, must not count as evictable.
             self.waiting_lands.push((import, tokens, held, identity, path));
             return;

@@ -78,6 +78,10 @@ impl Process {
 
     pub(super) fn committed(&mut self, request: &Request) {
         self.books.commits += 1;
+        if let Some(session) = &request.session {
+            let history = request.truth[..request.row.len()].to_vec();
+            self.histories.insert(session.clone(), history);
+        }
         self.log(|| {
             let name = request.session.as_ref().map_or("", SessionId::as_str);
             format!("turn of {name} committed {} tokens", request.row.len())

@@ -67,6 +67,8 @@ pub struct Plan {
     pub rewind: u64,
     /// See there.
     pub large: u64,
+    /// The routers see text and estimate tokens (ADM-14).
+    pub estimated: bool,
     /// Pause between a client's turns.
     pub think: Time,
     /// Clock drift in parts per million.
@@ -145,6 +147,7 @@ impl Plan {
             cancel: if faults { rng.pick(&[0, 50, 150]) } else { 0 },
             rewind: rng.pick(&[50, 200, 400]),
             large: rng.pick(&[50, 200, 400]),
+            estimated: rng.chance(400),
             think: rng.range(500, 40_000),
             drift: if faults { 2_000 } else { 0 },
             link,

@@ -20,6 +20,7 @@ use super::{
     engine::{Batch, Request},
     export::Exports,
     import::Task,
+    kv::Kv,
     landing::{Landing, WaitingLand},
     ledger::Books,
     message::{Ask, CallId, Message, NodeId, Reply, TurnAsk},
@@ -115,6 +116,8 @@ pub struct Process {
     pub open: BTreeMap<CallId, NodeId>,
     pub(super) next_call: CallId,
     pub(super) books: Books,
+    /// True KV of what each session's last turn left: what a streaming session appends to.
+    pub(super) histories: BTreeMap<SessionId, Vec<Kv>>,
     pub(super) rng: Rng,
     pub(super) now: Now,
     /// The oracles' findings.
@@ -176,6 +179,7 @@ impl Process {
             open: BTreeMap::new(),
             next_call: incarnation.0 << 24,
             books: Books::default(),
+            histories: BTreeMap::new(),
             rng,
             now: Now(0),
             watch: Watch::default(),
@@ -461,7 +465,7 @@ impl Process {
     /// What must hold after every event of this process.
     fn check(&mut self) {
         let page = self.pool.page;
-        let rows = |r: &Request| r.row_pages(page) * page - r.protected();
+        let rows = |r: &Request| r.row_pages(page) * page - r.protected;
         let running: u32 = self.requests.values().filter(|r| r.begun).map(rows).sum();
         let free = self.pool.free_pages() * page;
         let (evictable, held) = (self.w.evictable(), self.w.held());
@@ -496,7 +500,7 @@ impl Process {
             own(number, "the tree's");
         }
         for request in self.requests.values().filter(|r| r.begun) {
-            let skip = (request.protected() / page) as usize;
+            let skip = (request.protected / page) as usize;
             for slot in request.row.iter().step_by(page as usize).skip(skip) {
                 rows.insert(*slot as u32 / page);
                 own(*slot as u32 / page, "a row's");

@@ -2,15 +2,13 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
 };
 
 use kvc_proto::{
-    id::{Placement, RouterId, SessionId},
+    id::{RouterId, SessionId},
     routing::{
-        Dispatch, Effect, Event, ExecutionMode, Health, MemoryStore, Outcome, Resident, Router, RouterConfig,
-        SessionStore, Turn, WorkerIndex,
-        score::BLOCK_TOKENS,
+        Dispatch, Effect, Event, Resident, Router, RouterConfig, Turn, WorkerIndex,
         view::{At, View},
     },
     time::Now,
@@ -19,10 +17,11 @@ use kvc_proto::{
 };
 
 use super::{
-    client::{Answer, Request, told},
+    client::{Answer, Request},
     clock::Time,
     message::{Ask, CallId, Message, NodeId, Reply, TurnAsk},
     oracle::{Oracle, Watch},
+    store::Store,
 };
 
 /// Deadlines of the driver; production has longer ones of the same order.
@@ -32,19 +31,6 @@ const NEXT_TOKEN: Time = 2_000_000;
 const POLL: Time = 500_000;
 /// As in `router/src/discover.rs`.
 const MISSES: u32 = 2;
-
-/// Placement numbers that several routers share.
-#[derive(Clone, Debug)]
-pub struct Store(pub Arc<Mutex<MemoryStore>>);
-
-impl SessionStore for Store {
-    fn take(&mut self, session: &SessionId, above: Option<Placement>) -> Placement {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take(session, above)
-    }
-}
 
 /// What a router wants from the world.
 #[derive(Debug)]
@@ -85,18 +71,18 @@ pub struct Broken {
 #[derive(Debug)]
 pub struct Node {
     id: NodeId,
-    router: Router<Store>,
+    pub(super) router: Router<Store>,
     store: Store,
     next_poll: u64,
-    live: BTreeMap<u64, Live>,
+    pub(super) live: BTreeMap<u64, Live>,
     calls: BTreeMap<CallId, (u64, Call)>,
     polls: BTreeMap<CallId, usize>,
     misses: Vec<u32>,
     next: u64,
     now: Now,
     /// Sessions that a worker has refused, or failed, since its last success with them.
-    troubled: BTreeSet<(SessionId, u16)>,
-    out: Vec<Out>,
+    pub(super) troubled: BTreeSet<(SessionId, u16)>,
+    pub(super) out: Vec<Out>,
     logging: bool,
     /// The oracles' findings.
     pub watch: Watch,
@@ -113,18 +99,19 @@ enum Call {
     Run,
 }
 
+/// A request under way.
 #[derive(Debug)]
-struct Live {
-    request: Request,
-    dispatch: Option<Dispatch>,
-    found: Vec<Resident>,
-    output: Option<Arc<[Token]>>,
-    started: bool,
+pub(super) struct Live {
+    pub(super) request: Request,
+    pub(super) dispatch: Option<Dispatch>,
+    pub(super) found: Vec<Resident>,
+    pub(super) output: Option<Arc<[Token]>>,
+    pub(super) started: bool,
     /// Its stream's next token is due then.
-    until: Option<Now>,
-    asked: Vec<(WorkerIndex, Option<Reason>)>,
-    pin: Option<At>,
-    excused: bool,
+    pub(super) until: Option<Now>,
+    pub(super) asked: Vec<(WorkerIndex, Option<Reason>)>,
+    pub(super) pin: Option<At>,
+    pub(super) excused: bool,
 }
 
 impl Node {
@@ -221,9 +208,9 @@ impl Node {
         self.before(&mut live);
         let turn = Turn {
             session: live.request.session.clone(),
-            input_tokens: live.request.prompt.len() as u32,
-            max_new_tokens: Some(live.request.max_new),
-            estimated: false,
+            input_tokens: live.request.believed.0,
+            max_new_tokens: live.request.believed.1,
+            estimated: live.request.believed.0 != live.request.prompt.len() as u32,
         };
         live.dispatch = Some(Dispatch::start(&mut self.router, turn, now));
         self.live.insert(number, live);
@@ -583,131 +570,7 @@ impl Node {
         }
     }
 
-    // ---- what must hold of a dispatch (INV-2, INV-3, DISP-7)
-
-    fn before(&mut self, live: &mut Live) {
-        (live.pin, live.excused) = (None, false);
-        let Some(session) = &live.request.session else { return };
-        let Some(record) = self.router.sessions().peek(session) else {
-            return;
-        };
-        let view = &self.router.view;
-        let Some(pin) = record.pin.filter(|p| view.at(p.worker) == *p) else {
-            return;
-        };
-        let input = live.request.prompt.len() as u32;
-        let blocks = |w: WorkerIndex| record.resident(view.at(w)).min(input) / BLOCK_TOKENS;
-        let outranked = view
-            .decoders()
-            .any(|w| w != pin.worker && blocks(w) > blocks(pin.worker));
-        live.pin = Some(pin);
-        live.excused = outranked
-            || view.worker(pin.worker).health() != Health::Up
-            || self.troubled.contains(&(session.clone(), pin.worker.0));
-    }
-
-    fn note(&mut self, number: u64, worker: WorkerIndex, reason: Option<Reason>) {
-        let Some(live) = self.live.get_mut(&number) else { return };
-        live.asked.push((worker, reason));
-        if let (Some(session), Some(reason)) = (&live.request.session, reason)
-            && (reason.counts_as_reject() || reason == Reason::TooLarge)
-        {
-            self.troubled.insert((session.clone(), worker.0));
-        }
-    }
-
-    /// A worker is no candidate any more: whoever was pinned to it may leave.
-    fn lost(&mut self, worker: WorkerIndex) {
-        for live in self.live.values_mut() {
-            live.excused |= live.pin.is_some_and(|p| p.worker == worker);
-        }
-    }
-
-    fn over(&mut self, number: u64, outcome: Outcome) {
-        let Some(live) = self.live.remove(&number) else { return };
-        let Some(dispatch) = &live.dispatch else { return };
-        let trace = dispatch.trace();
-        let (mode, worker) = (trace.mode, trace.worker);
-        self.log(|| {
-            let request = &live.request;
-            format!(
-                "request {} of client {}: {outcome:?} {mode:?} {:?}",
-                request.number, request.client, trace.chain
-            )
-        });
-        let served = outcome == Outcome::Completed;
-        if let Some(at) = mode.and_then(|m| ExecutionMode::ALL.iter().position(|x| *x == m)) {
-            self.modes[at] += u64::from(served);
-        }
-        let counted = live
-            .asked
-            .iter()
-            .filter(|(_, r)| r.is_some_and(Reason::counts_as_reject))
-            .count();
-        let workers = self.router.view.len();
-        let busy = live
-            .asked
-            .iter()
-            .filter(|(_, r)| *r == Some(Reason::SessionBusy))
-            .count();
-        self.watch.check(
-            counted <= 2 * workers && live.asked.len() - busy <= 4 * workers,
-            Oracle::Inv2,
-            || format!("{} questions, {counted} rejects: {:?}", live.asked.len(), live.asked),
-        );
-        self.check_pin(&live, mode, worker, served);
-        if let (true, Some(session), Some(worker)) = (served, &live.request.session, worker) {
-            if mode == Some(ExecutionMode::Direct) {
-                self.troubled.retain(|(s, _)| s != session);
-                let view = &self.router.view;
-                let left = self
-                    .router
-                    .sessions()
-                    .peek(session)
-                    .map_or(0, |r| view.all().map(|w| r.rejects(view.at(w))).sum::<u32>());
-                self.watch.check(left == 0, Oracle::RejectsCleared, || {
-                    format!("{left} rejects of {session} outlive a completed direct turn")
-                });
-            } else if mode != Some(ExecutionMode::Fallback) {
-                self.troubled.remove(&(session.clone(), worker.0));
-            }
-        }
-        let answer = match live.output {
-            Some(tokens) if served => Answer::Tokens(tokens),
-            _ => told(outcome),
-        };
-        if outcome != Outcome::Gone {
-            self.out
-                .push(Out::Answer(live.request.client, live.request.number, answer));
-        }
-    }
-
-    fn check_pin(&mut self, live: &Live, mode: Option<ExecutionMode>, worker: Option<WorkerIndex>, served: bool) {
-        let Some(pin) = live
-            .pin
-            .filter(|p| !live.excused && self.router.view.at(p.worker) == *p)
-        else {
-            return;
-        };
-        if let Some((first, _)) = live.asked.first() {
-            self.watch.check(*first == pin.worker, Oracle::Inv3, || {
-                format!("pinned to {pin:?}, asked {first:?} first: {:?}", live.asked)
-            });
-        }
-        let moved = served && mode != Some(ExecutionMode::Fallback) && worker != Some(pin.worker);
-        let last = live
-            .asked
-            .iter()
-            .filter(|(w, _)| *w == pin.worker)
-            .filter_map(|(_, r)| *r)
-            .next_back();
-        let cause = last.is_some_and(|r| r.counts_as_reject() || matches!(r, Reason::TooLarge | Reason::Draining));
-        self.watch.check(!moved || cause, Oracle::Inv3, || {
-            format!("left {pin:?} for {worker:?} without a reject there: {:?}", live.asked)
-        });
-    }
-
-    fn log(&mut self, line: impl FnOnce() -> String) {
+    pub(super) fn log(&mut self, line: impl FnOnce() -> String) {
         if self.logging {
             self.out.push(Out::Log(line()));
         }

@@ -9,20 +9,19 @@ use std::{
 use kvc_proto::{
     id::{Incarnation, RouterId, StoreId},
     routing::MemoryStore,
-    worker::{LeaseAnswer, LeaseRequest},
 };
 
 use super::{
     client::{Client, Request},
     clock::{Clock, Time},
-    kv,
     link::Link,
     message::{Ask, Message, NodeId},
     oracle::{Oracle, Violation, Watch},
     plan::Plan,
     process::{self, Process},
     rng::Rng,
-    router::{self, Store},
+    router,
+    store::Store,
 };
 
 /// Every request is answered within this: three executions of a router, each with its deadline, and the pauses.
@@ -34,8 +33,9 @@ const CLOSED: Time = 400_000;
 /// For a world that does not come to its end.
 const STEPS: u64 = 400_000;
 
+/// What happens at a moment.
 #[derive(Debug)]
-enum Event {
+pub(super) enum Event {
     Deliver(NodeId, NodeId, Message),
     Process(NodeId, u64, process::Tick),
     Timeout(NodeId, u64),
@@ -46,20 +46,22 @@ enum Event {
     Heal,
 }
 
+/// What a client does at a moment.
 #[derive(Clone, Copy, Debug)]
-enum Wish {
+pub(super) enum Wish {
     Ask,
     Leave(u64),
     Bound(u64),
 }
 
+/// A worker's place: processes come and go.
 #[derive(Debug)]
-struct Host {
-    clock: Clock,
-    process: Option<Process>,
-    lives: u64,
-    frozen_until: Time,
-    timer: Option<Time>,
+pub(super) struct Host {
+    pub(super) clock: Clock,
+    pub(super) process: Option<Process>,
+    pub(super) lives: u64,
+    pub(super) frozen_until: Time,
+    pub(super) timer: Option<Time>,
 }
 
 /// See the module.
@@ -67,22 +69,22 @@ struct Host {
 pub struct World {
     /// What the seed means.
     pub plan: Plan,
-    rng: Rng,
-    now: Time,
-    sequence: u64,
-    queue: BTreeMap<(Time, u64), Event>,
-    links: Vec<Vec<Link>>,
-    hosts: Vec<Host>,
-    routers: Vec<(Clock, router::Node)>,
-    clients: Vec<Client>,
-    watch: Watch,
-    log: Option<Vec<String>>,
+    pub(super) rng: Rng,
+    pub(super) now: Time,
+    pub(super) sequence: u64,
+    pub(super) queue: BTreeMap<(Time, u64), Event>,
+    pub(super) links: Vec<Vec<Link>>,
+    pub(super) hosts: Vec<Host>,
+    pub(super) routers: Vec<(Clock, router::Node)>,
+    pub(super) clients: Vec<Client>,
+    pub(super) watch: Watch,
+    pub(super) log: Option<Vec<String>>,
     /// Events so far.
     pub steps: u64,
     /// Processes that have ended by force.
     pub crashes: u64,
-    past: Past,
-    routers_started: u64,
+    pub(super) past: Past,
+    pub(super) routers_started: u64,
 }
 
 /// What ended processes had done.
@@ -268,12 +270,12 @@ impl World {
         found.map_or(Ok(()), Err)
     }
 
-    fn at(&mut self, at: Time, event: Event) {
+    pub(super) fn at(&mut self, at: Time, event: Event) {
         self.sequence += 1;
         self.queue.insert((at, self.sequence), event);
     }
 
-    fn note(&mut self, line: impl FnOnce() -> String) {
+    pub(super) fn note(&mut self, line: impl FnOnce() -> String) {
         if let Some(log) = &mut self.log {
             log.push(format!("{:>9.3} ms  {}", self.now as f64 / 1000.0, line()));
         }
@@ -358,7 +360,7 @@ impl World {
         self.process_out(node);
     }
 
-    fn process_out(&mut self, node: NodeId) {
+    pub(super) fn process_out(&mut self, node: NodeId) {
         let Some(process) = self.hosts[node].process.as_mut() else {
             return;
         };
@@ -382,7 +384,7 @@ impl World {
         }
     }
 
-    fn crash(&mut self, node: NodeId) {
+    pub(super) fn crash(&mut self, node: NodeId) {
         let Some(process) = self.hosts[node].process.take() else {
             return;
         };
@@ -398,7 +400,7 @@ impl World {
 
     // ---- the network
 
-    fn send(&mut self, from: NodeId, to: NodeId, message: Message) {
+    pub(super) fn send(&mut self, from: NodeId, to: NodeId, message: Message) {
         // A connection carries a stream once; questions that production asks again may come twice.
         let once = matches!(
             message,
@@ -443,7 +445,7 @@ impl World {
 
     // ---- routers and clients
 
-    fn router_out(&mut self, router: usize) {
+    pub(super) fn router_out(&mut self, router: usize) {
         let node = self.hosts.len() + router;
         for out in self.routers[router].1.drain() {
             match out {
@@ -501,183 +503,6 @@ impl World {
                         ANSWERED / 1_000_000
                     )
                 });
-            }
-        }
-    }
-
-    // ---- faults
-
-    fn next_fault(&mut self) {
-        let at = self.now + 1 + self.rng.below(2 * self.plan.fault_gap);
-        if at < self.plan.faults_until {
-            self.at(at, Event::Fault);
-        }
-    }
-
-    fn fault(&mut self) {
-        self.next_fault();
-        let node = self.rng.below(self.hosts.len() as u64) as NodeId;
-        let peer = self.rng.below(self.links.len() as u64) as NodeId;
-        match self.rng.below(16) {
-            10 => self.flush(node),
-            11 => self.drain(node),
-            12..=13 => self.close_one(node),
-            14 => self.restart_router(),
-            0..=2 => self.crash(node),
-            3..=4 => {
-                let thaw = self.now + self.rng.range(5_000, 700_000);
-                self.note(|| format!("worker {node} freezes until {:.3} ms", thaw as f64 / 1000.0));
-                self.hosts[node].frozen_until = thaw;
-            }
-            5..=7 => {
-                let (a, b) = if self.rng.chance(500) {
-                    (node, peer)
-                } else {
-                    (peer, node)
-                };
-                let until = self.now + self.rng.range(5_000, 300_000);
-                self.note(|| format!("{a} → {b} is cut until {:.3} ms", until as f64 / 1000.0));
-                self.links[a][b].cut_until = until;
-                if self.rng.chance(300) {
-                    self.links[b][a].cut_until = until;
-                }
-            }
-            _ => {
-                let slow = self.rng.range(1_000, 60_000);
-                self.note(|| format!("{node} → {peer} slows down by {slow} us"));
-                self.links[node][peer].delay += slow;
-                self.links[peer][node].delay += slow;
-            }
-        }
-    }
-
-    /// The engine's `/flush_cache`: refused while it has work.
-    fn flush(&mut self, node: NodeId) {
-        let now = self.hosts[node].clock.at(self.now);
-        if let Some(process) = &mut self.hosts[node].process
-            && process.flush(now)
-        {
-            self.note(|| format!("worker {node} is flushed"));
-        }
-        self.process_out(node);
-    }
-
-    fn drain(&mut self, node: NodeId) {
-        let on = self.rng.chance(500);
-        if let Some(process) = &mut self.hosts[node].process {
-            process.w.set_draining(on);
-        }
-        self.note(|| format!("worker {node} draining: {on}"));
-    }
-
-    /// Somebody closes a session, whatever it is doing (SES-2).
-    fn close_one(&mut self, node: NodeId) {
-        let now = self.hosts[node].clock.at(self.now);
-        let pick = self.rng.draw();
-        if let Some(process) = &mut self.hosts[node].process {
-            let sessions = process.sessions();
-            if let Some(session) = sessions.get((pick % (sessions.len() as u64).max(1)) as usize) {
-                process.close_session(session, now);
-                let session = session.clone();
-                self.note(|| format!("worker {node} is told to close {session}"));
-            }
-        }
-        self.process_out(node);
-    }
-
-    /// A router dies: its connections close, its clients get an error, what it knew is gone; the session store stays.
-    fn restart_router(&mut self) {
-        let router = self.rng.below(self.routers.len() as u64) as usize;
-        let node = self.hosts.len() + router;
-        self.routers_started += 1;
-        let name = RouterId(self.routers_started);
-        self.note(|| format!("router {node} restarts as {name}"));
-        let (_, old) = &mut self.routers[router];
-        let router::Broken { calls, requests } = old.crash(name, self.log.is_some());
-        for (worker, call) in calls {
-            self.send(node, worker, Message::Close(call));
-        }
-        for (client, number) in requests {
-            let answer = super::client::Answer::Error("the router has gone".to_owned());
-            if self.clients[client].answered(number, &answer, &self.plan, &mut self.watch) {
-                let at = self.now + self.clients[client].thinks(&self.plan);
-                self.at(at, Event::Client(client, Wish::Ask));
-            }
-        }
-        self.router_out(router);
-    }
-
-    fn heal(&mut self) {
-        self.note(|| "everything heals".to_owned());
-        for (a, row) in self.links.iter_mut().enumerate() {
-            for (b, link) in row.iter_mut().enumerate() {
-                link.heal();
-                link.delay = self.plan.link.delay + u64::from(a == b);
-            }
-        }
-        for host in &mut self.hosts {
-            host.frozen_until = host.frozen_until.min(self.now + 1);
-            if let Some(process) = &mut host.process {
-                process.w.set_draining(false);
-            }
-        }
-    }
-
-    // ---- the end
-
-    /// Every byte that any worker would show a peer (kv-movement §6).
-    fn look_at_everything(&mut self) {
-        for host in &mut self.hosts {
-            let now = host.clock.at(self.now);
-            let Some(p) = &mut host.process else { continue };
-            for session in p.sessions() {
-                let Some(placement) = p.w.session(&session, now).and_then(|v| v.epoch).map(|e| e.placement) else {
-                    continue;
-                };
-                let request = LeaseRequest {
-                    session: session.clone(),
-                    placement,
-                    incarnation: p.incarnation(),
-                };
-                let Ok(LeaseAnswer::Granted(grant)) = p.w.lease(&request, now) else {
-                    continue;
-                };
-                let slots = p.w.lease_view(grant.lease, 0).map(|v| v.slots).unwrap_or_default();
-                let truth = kv::truth(&grant.identity, &grant.tokens);
-                let wrong = slots.iter().zip(&truth).position(|(s, v)| p.pool.read(*s) != *v);
-                let complete = slots.len() == truth.len();
-                p.watch.check(wrong.is_none() && complete, Oracle::TrueKv, || {
-                    format!(
-                        "{session} holds {} of {} tokens, wrong at {wrong:?}",
-                        slots.len(),
-                        truth.len()
-                    )
-                });
-                p.w.end_lease(grant.lease, now);
-                while p.w.poll_effect().is_some() {}
-            }
-        }
-    }
-
-    fn close_everything(&mut self) {
-        for node in 0..self.hosts.len() {
-            let now = self.hosts[node].clock.at(self.now);
-            if let Some(process) = &mut self.hosts[node].process {
-                for session in process.sessions() {
-                    process.close_session(&session, now);
-                }
-            }
-            self.process_out(node);
-        }
-    }
-
-    fn check_nothing_left(&mut self) {
-        for (_, router) in &mut self.routers {
-            router.check_quiet();
-        }
-        for host in &mut self.hosts {
-            if let Some(process) = &mut host.process {
-                process.check_nothing_left();
             }
         }
     }
