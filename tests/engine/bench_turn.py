@@ -109,8 +109,9 @@ def admission() -> None:
             echo = subprocess.Popen([sys.executable, "-c", ECHO.format(port=port, answer=answer)])
             time.sleep(0.5)
             for name, work in situations(worker, sleeping):
-                for server, at in (("kvc", worker.listener.port), ("echo", port)):
-                    seconds = sorted(while_busy(Asker(at, asked), work))
+                askers = [Asker(at, asked) for at in (worker.listener.port, port)]
+                for server, times in zip(("kvc", "echo"), while_busy(askers, work), strict=True):
+                    seconds = sorted(times)
                     p = [seconds[int(len(seconds) * q)] * 1e6 for q in (0.5, 0.99)]
                     print(
                         f"| {name} | {server} | {len(seconds)} | {p[0]:.0f} | {p[1]:.0f} | {seconds[-1] * 1e6:.0f} |",
@@ -144,16 +145,18 @@ def situations(worker: Worker, sleeping: bool) -> list[tuple[str, Callable[[], l
     ]
 
 
-def while_busy(asker: Asker, work: Callable[[], list]) -> list[float]:
-    """Round trips, 2 ms apart, while the calls run."""
-    calls, seconds = work(), []
+def while_busy(askers: list[Asker], work: Callable[[], list]) -> list[list[float]]:
+    """Round trips to each in turn, 2 ms apart, while the calls run."""
+    calls = work()
+    seconds: list[list[float]] = [[] for _ in askers]
     with ThreadPoolExecutor(max(1, len(calls))) as pool:
         futures = [pool.submit(call) for call in calls]
         time.sleep(0.1)
         end = time.monotonic() + 2
         while any(not f.done() for f in futures) if futures else time.monotonic() < end:
-            seconds.append(asker.ask())
-            time.sleep(0.002)
+            for asker, times in zip(askers, seconds, strict=True):
+                times.append(asker.ask())
+                time.sleep(0.002)
         for future in futures:
             future.result()
     return seconds
