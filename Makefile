@@ -1,6 +1,6 @@
 # Thin names over scripts/; each script says at its head what it does.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench soak clean
 
 help:   ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+): *## (.*)/  make \1\t\2/' | expand -t 16
@@ -19,6 +19,9 @@ lint:   ## formatting, clippy, ruff, mypy, stubs, SPECIFICATION.md against the t
 
 bench:  ## the figures of docs/bench.md
 	@scripts/bench.sh
+
+soak:   ## the simulation for long: WORLDS=100000 SEED=10000000
+	@cargo run --quiet -p kvc-tests --release --example soak -- $(or $(WORLDS),100000) $(or $(SEED),10000000)
 
 clean:  ## remove .env and target
 	@scripts/clean.sh
