@@ -279,7 +279,10 @@ impl Dispatch {
                 }
             }
             let most = residents.iter().filter(|r| r.tokens > 0).max_by_key(|r| r.tokens);
-            record.pin = most.map(|r| router.view.at(r.worker));
+            let placement = record.placement;
+            // Only the placement's holder goes on under it.
+            let holder = most.filter(|r| placement.is_some() && r.epoch.map(|e| e.placement) == placement);
+            record.pin = holder.map(|r| router.view.at(r.worker));
         }
         self.next(router, now);
     }
@@ -328,7 +331,9 @@ impl Dispatch {
         let record = router.sessions.peek(&session);
         let resident = record.map_or(0, |r| r.resident(router.view.at(worker)));
         let held = record.and_then(|r| r.placement);
-        let direct = resident > 0 && via.is_none() && held.is_some();
+        // Whoever else holds the session holds it under an older number: a turn there is a move (MIG-3).
+        let holder = record.is_some_and(|r| r.pin == Some(router.view.at(worker)));
+        let direct = resident > 0 && via.is_none() && held.is_some() && holder;
         // SES-4: a seed or reseed takes a number before its import. One that was refused is used for the next probe.
         let sent = match direct {
             true => held,
@@ -378,7 +383,11 @@ impl Dispatch {
             key: self.key(),
         };
         let placement = match mode {
-            Mode::Direct => answer.epoch.map(|e| e.placement).or(sent),
+            Mode::Direct => {
+                // A granted number is never offered to another worker.
+                self.taken = self.taken.take().filter(|taken| Some(*taken) != sent);
+                answer.epoch.map(|e| e.placement).or(sent)
+            }
             Mode::Seed | Mode::Reseed => self.granted_number(router, sent, answer.epoch),
         };
         let run = Run {
@@ -470,7 +479,8 @@ impl Dispatch {
         router.view.lost(worker);
         self.trace.chain.push(Reason::PeerUnreachable);
         self.only_too_large = false;
-        // It may have granted before the answer was lost.
+        // It may have granted before the answer was lost, and the number with it.
+        self.taken = None;
         self.release_at(worker, self.key());
         self.next(router, now);
     }

@@ -545,6 +545,58 @@ fn an_unreachable_worker_is_down_and_costs_no_probe() {
 }
 
 #[test]
+fn a_number_that_may_have_been_granted_is_not_offered_again() {
+    // MIG-3: the answer was lost, not the question; both workers would hold the session under it.
+    let mut r = decoders(2);
+    let mut d = start(&mut r, 1000);
+    let (_, first) = probe(&mut d);
+    say(&mut d, &mut r, Event::Unreachable);
+    d.poll_effect();
+    let (_, second) = probe(&mut d);
+    assert!(second.placement.map(|p| p.n) > first.placement.map(|p| p.n));
+}
+
+#[test]
+fn a_turn_on_another_copy_than_the_holders_takes_a_number() {
+    // MIG-3: an older copy elsewhere is no reason to run there under the holder's number.
+    let mut r = decoders(3);
+    let a = seed(&mut r, 1000);
+    let b = if a == D0 { D1 } else { D0 };
+    let at = r.view.at(b);
+    r.sessions.record_mut(&s()).expect("seeded").holds(at, 990);
+    let mut d = start(&mut r, 1100);
+    let (w, held) = probe(&mut d);
+    assert_eq!(w, a);
+    say(&mut d, &mut r, answer(refuses(a, Reason::NoDCapacity, 1010)));
+    let (w, asked) = probe(&mut d);
+    assert_eq!(w, b);
+    assert!(asked.placement.map(|p| p.n) > held.placement.map(|p| p.n));
+    say(&mut d, &mut r, answer(admits(b, Mode::Direct, 990)));
+    let (_, tag) = run(&mut d);
+    assert_eq!(tag.and_then(|t| t.placement), asked.placement);
+    complete(&mut d, &mut r);
+    assert_eq!(r.sessions.peek(&s()).and_then(|r| r.placement), asked.placement);
+}
+
+#[test]
+fn an_unplaced_copy_is_used_under_a_new_number() {
+    // MIG-3, ROUTE-9: a client without router left more tokens at D1 than the placement's holder D0 has.
+    let mut r = router_of(&[Role::Decode; 3], RouterConfig::default());
+    let mut d = start(&mut r, 1000);
+    d.poll_effect();
+    let placement = Placement {
+        n: 40,
+        store: StoreId(2),
+    };
+    let epoch = Some(Epoch { placement, rewind: 0 });
+    let held = |worker, tokens, epoch| Resident { worker, tokens, epoch };
+    let found = vec![held(D0, 500, epoch), held(D1, 900, None)];
+    say(&mut d, &mut r, Event::Residents(found));
+    let (w, request) = probe(&mut d);
+    assert_eq!((w, request.placement.map(|p| p.n)), (D1, Some(41)));
+}
+
+#[test]
 fn executions_are_bounded() {
     // DISP-8: nobody is retried for ever.
     let mut r = decoders(9);
