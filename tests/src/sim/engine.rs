@@ -2,7 +2,7 @@
 //! step. Around the machine's calls it does what `python-shim` does in `hooks.py` and `cache.py`.
 
 use kvc_proto::{
-    id::{SessionId, TurnId},
+    id::{Placement, SessionId, TurnId},
     wire::reason::Reason,
     worker::{Arrival, Matched, Prompt, Snapshot, Token},
 };
@@ -36,6 +36,8 @@ pub struct Request {
     pub(super) call: CallId,
     pub(super) turn: Option<TurnId>,
     pub(super) session: Option<SessionId>,
+    /// The placement it runs under, unless it only prefills.
+    pub(super) placement: Option<Placement>,
     pub(super) prompt: Vec<Token>,
     pub(super) output: Vec<Token>,
     /// True KV of prompt and output.
@@ -119,6 +121,7 @@ impl Process {
             return;
         }
         let (mut turn, mut session, mut promised) = (None, None, 0);
+        let placement = ask.tag.as_ref().filter(|t| !t.prefill_only).and_then(|t| t.placement);
         if let Some(tag) = ask.tag.clone() {
             let before = self.w.session(&tag.session, self.now);
             let growth = max_new.min(self.w.config().clip);
@@ -159,6 +162,7 @@ impl Process {
             call,
             turn,
             session,
+            placement,
             truth: kv::truth(&ask.identity, &ask.prompt),
             prompt: ask.prompt.to_vec(),
             output: Vec::new(),

@@ -64,11 +64,11 @@ impl Process {
 
     /// A message under this placement has been accepted for the session.
     pub(super) fn placed(&mut self, session: &SessionId, before: Option<&SessionView>, got: Option<Placement>) {
-        let Some(got) = got else { return };
         if before.is_none() {
             // Forgotten meanwhile: nobody could know.
             self.books.placements.remove(session);
         }
+        let Some(got) = got else { return };
         let held = self.books.placements.insert(session.clone(), got);
         let stale = held.is_some_and(|h| got.n < h.n);
         self.watch.check(!stale, Oracle::Placement, || {
@@ -81,6 +81,9 @@ impl Process {
         if let Some(session) = &request.session {
             let history = request.truth[..request.row.len()].to_vec();
             self.histories.insert(session.clone(), history);
+            if let Some(placement) = request.placement {
+                self.holds(session.clone(), placement);
+            }
         }
         self.log(|| {
             let name = request.session.as_ref().map_or("", SessionId::as_str);

@@ -33,6 +33,8 @@ pub enum Oracle {
     Incarnation,
     /// SES-4: a worker does not go back to an older placement.
     Placement,
+    /// MIG-3: no two workers own the same placement.
+    OneHolder,
     /// XFER-3: a lease that was revoked is not confirmed.
     Confirm,
     /// MIG-3, DISP-8: at most one answer per request.

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use kvc_proto::{
-    id::{ImportId, Incarnation, LeaseId, PrefixHandle, SessionId},
+    id::{ImportId, Incarnation, LeaseId, Placement, PrefixHandle, SessionId},
     time::Now,
     wire::{
         info::{Role, WorkerInfo},
@@ -37,6 +37,8 @@ pub enum Out {
     Send(NodeId, Message),
     /// Call [`Process::tick`] after this long.
     After(Time, Tick),
+    /// A turn of the session has committed here under this placement.
+    Holds(SessionId, Placement),
     /// A line for the event log.
     Log(String),
 }
@@ -383,6 +385,10 @@ impl Process {
 
     pub(super) fn send(&mut self, to: NodeId, message: Message) {
         self.out.push(Out::Send(to, message));
+    }
+
+    pub(super) fn holds(&mut self, session: SessionId, placement: Placement) {
+        self.out.push(Out::Holds(session, placement));
     }
 
     pub(super) fn after(&mut self, time: Time, tick: Tick) {

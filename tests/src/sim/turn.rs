@@ -192,6 +192,10 @@ impl Process {
 
     pub(super) fn starve(&mut self, id: u64) {
         self.deeds.starved += 1;
+        self.log(|| "the last running request finds no room and is given up".to_owned());
+        let (evictable, held) = (self.w.evictable(), self.w.held());
+        let (free, tree) = (self.pool.free_pages(), self.tree.evictable());
+        self.log(|| format!("free {free} pages, tree {tree}, evictable {evictable} tokens, held {held}"));
         self.chunked = self.chunked.filter(|c| *c != id);
         self.roll_back(id, Rollback::Abort);
         if let Some(request) = self.requests.remove(&id) {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use kvc_proto::{
-    id::{Incarnation, RouterId, StoreId},
+    id::{Incarnation, Placement, RouterId, SessionId, StoreId},
     routing::MemoryStore,
 };
 
@@ -85,6 +85,8 @@ pub struct World {
     pub crashes: u64,
     pub(super) past: Past,
     pub(super) routers_started: u64,
+    /// Where turns have committed under each placement.
+    holders: BTreeMap<(SessionId, u64), (NodeId, u64)>,
 }
 
 /// What ended processes had done.
@@ -170,6 +172,7 @@ impl World {
             crashes: 0,
             past: Past::default(),
             routers_started: plan_routers,
+            holders: BTreeMap::new(),
             rng,
         };
         for node in 0..world.hosts.len() {
@@ -371,6 +374,7 @@ impl World {
             match out {
                 process::Out::Send(to, message) => self.send(node, to, message),
                 process::Out::After(time, tick) => self.at(self.now + time, Event::Process(node, lives, tick)),
+                process::Out::Holds(session, placement) => self.holds(node, session, placement),
                 process::Out::Log(line) => self.note(|| format!("worker {node}: {line}")),
             }
         }
@@ -381,6 +385,18 @@ impl World {
                 self.hosts[node].timer = Some(when);
                 self.at(when, Event::Timeout(node, lives));
             }
+        }
+    }
+
+    /// MIG-3: a placement's turns commit in one process, as long as that lives.
+    fn holds(&mut self, node: NodeId, session: SessionId, placement: Placement) {
+        let lives = self.hosts[node].lives;
+        let facts = format!("{session} under {} commits on worker {node}", placement.n);
+        if let Some((other, life)) = self.holders.insert((session, placement.n), (node, lives)) {
+            let alive = self.hosts[other].lives == life && self.hosts[other].process.is_some();
+            self.watch.check(other == node || !alive, Oracle::OneHolder, || {
+                format!("{facts}, and has on {other}")
+            });
         }
     }
 
