@@ -471,7 +471,9 @@ impl Dispatch {
             self.failed.push(run.worker);
             self.after_failure(router, reason, now);
         } else {
-            self.refused(router, run.worker, None, reason, None, now);
+            // What was asked via prefill is asked so again: else its size would drive it away without a counted reject (INV-3).
+            let via = self.via_prefill.contains(&run.worker).then_some(Via::Prefill);
+            self.refused(router, run.worker, via, reason, None, now);
         }
     }
 

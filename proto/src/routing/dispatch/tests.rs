@@ -348,6 +348,26 @@ fn a_busy_session_waits_and_then_gets_409_and_is_seeded_nowhere_else() {
 }
 
 #[test]
+fn a_large_append_that_meets_a_busy_session_on_arrival_stays_with_its_worker() {
+    // INV-3, DISP-6, ADM-8: another router's turn came first.
+    let mut r = decoders(2);
+    let w = seed(&mut r, 1000);
+    let mut d = start(&mut r, 20_000);
+    probe(&mut d);
+    say(&mut d, &mut r, answer(refuses(w, Reason::RealLargeAppend, 1010)));
+    probe(&mut d);
+    say(&mut d, &mut r, answer(admits(w, Mode::Reseed, 1010)));
+    run(&mut d);
+    say(&mut d, &mut r, Event::TurnRefused(Reason::SessionBusy));
+    let Some(Effect::Wait { until }) = d.poll_effect() else {
+        panic!("it waits");
+    };
+    d.handle_timeout(&mut r, until);
+    let (again, request) = probe(&mut d);
+    assert_eq!((again, request.via), (w, Some(Via::Prefill)));
+}
+
+#[test]
 fn a_busy_session_that_becomes_idle_is_served() {
     // ADM-8
     let mut r = decoders(2);
