@@ -431,7 +431,7 @@ impl Dispatch {
             }
             Meaning::Outdated if first_correction => {
                 self.corrected.push(worker);
-                self.outdated(router, epoch);
+                self.outdated(router, worker, epoch);
                 self.probe(router, worker, via);
             }
             Meaning::Restarted if first_correction => {
@@ -453,7 +453,7 @@ impl Dispatch {
     }
 
     /// The worker holds a later placement than ours: what we take next lies above it.
-    fn outdated<S: SessionStore>(&mut self, router: &mut Router<S>, epoch: Option<Epoch>) {
+    fn outdated<S: SessionStore>(&mut self, router: &mut Router<S>, worker: WorkerIndex, epoch: Option<Epoch>) {
         self.taken = None;
         let Some(record) = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s)) else {
             return;
@@ -461,6 +461,8 @@ impl Dispatch {
         let held = epoch.map(|e| e.placement);
         if let Some(held) = held.filter(|h| record.placement.is_none_or(|ours| ours.n <= h.n)) {
             record.placement = Some(held);
+            // The number is this worker's: whoever was thought to hold the session is not its holder (MIG-3).
+            record.pin = record.pin.filter(|pin| pin.worker == worker);
         }
     }
 
