@@ -37,7 +37,7 @@ keys! {
     RESERVATION_MS = "reservation_ms", Some("30000"), "how long a grant lives without a sign of life (ADM-10)";
     LEASE_MS = "lease_ms", Some("10000"), "how long a peer's lease lives without renewal (XFER-2)";
     LEASE_MAX_MS = "lease_max_ms", Some("300000"), "how long a peer's lease lives at most (XFER-2)";
-    EVICT_IDLE = "evict_idle", Some("true"), "whether admission may plan evictions of idle sessions (ADM-9)";
+    EVICT_IDLE = "evict_idle", Some("true"), "whether admission counts idle sessions as room (ADM-9)";
     SESSION_CAP = "session_cap", None, "most tokens one session may hold; absent: rho of the pool (SES-3)";
     REMEMBERED = "remembered", Some("100000"), "evicted sessions whose identity is kept (SES-1)";
     IMPORT_DEADLINE_MS = "import_deadline_ms", Some("120000"), "the longest an import may take (XFER-7)";
