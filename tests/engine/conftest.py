@@ -13,12 +13,14 @@ from harness.module import Worker
 from harness.oracle import Oracle
 from harness.process import PYTHON, Process
 from harness.router import Router
+from harness.talk import Talk
 
 # The cluster's files first, then those that start engines of their own.
 ORDER = [
-    "test_harness", "test_tokens", "test_reuse", "test_races", "test_peers", "test_field_reports", "test_bad_input",
-    "test_streaming_api", "test_ledger", "test_pressure",
+    "test_harness", "test_tokens", "test_reuse", "test_sync", "test_migration", "test_placement", "test_races", "test_peers",
+    "test_field_reports", "test_bad_input", "test_streaming_api", "test_ledger", "test_pressure", "test_drain", "test_crash",
 ]  # fmt: skip
+LAST = ["test_drain", "test_crash"]  # they end and restart the cluster's own workers
 APPEND = 1024  # τ_append of the cluster, low so that a large append is cheap
 live: list[Process] = []
 
@@ -27,7 +29,8 @@ def pytest_collection_modifyitems(items):
     def place(item):
         callspec = getattr(item, "callspec", None)
         page = callspec.params.get("small", 0) if callspec else 0  # one small pool after the other
-        return page, ORDER.index(item.module.__name__)
+        name = item.module.__name__
+        return name in LAST, page, ORDER.index(name)
 
     items.sort(key=place)
 
@@ -75,9 +78,27 @@ class Cluster:
         return next(w for w in self.workers if str(w.port) in named)
 
     def holder(self, sid: str) -> Worker | None:
-        """The decode worker where the session is resident."""
-        views = ((w, w.session(sid)) for w in self.decodes)
-        return next((w for w, view in views if view and view["committed"]), None)
+        """The decode worker that owns the session and holds KV of it."""
+        views = ((w, w.session(sid)) for w in self.decodes if w.alive())
+        return next((w for w, view in views if view and view["committed"] and view["standing"] == "owner"), None)
+
+    def other(self, worker: Worker) -> Worker:
+        """The other decode worker."""
+        return next(d for d in self.decodes if d is not worker)
+
+    def computed(self, frozen: Worker | None = None) -> dict[str, int]:
+        """Prompt tokens that entered each live worker's model since the last look."""
+        return {w.name: w.computed() for w in self.workers if w.alive() and w is not frozen}
+
+    def whole(self) -> None:
+        """Every worker lives, unthrottled, takes turns, and the router knows."""
+        for worker in self.workers:
+            if not worker.alive():
+                worker.restart()
+                live.append(worker.process)
+            worker.throttle(0)
+            worker.drain(0, draining=False)
+        self.router.process.wait_until(lambda: all(map(self.router.knows, self.workers)), 30)
 
 
 def run(value, *engines: Engine):
@@ -129,6 +150,12 @@ def small(request):
     """A worker with a small pool and few rows."""
     worker = Worker(f"small{request.param}", append=65536, page=request.param, pool=6144, running=4, sleepy=False)
     yield from run(worker, worker)
+
+
+@pytest.fixture
+def talk(cluster, plain, oracle):
+    """Makes sessions: `talk(sid)`; with `router`, through another one."""
+    return lambda sid, router=None: Talk(router or cluster.router, plain, oracle, sid)
 
 
 @pytest.fixture

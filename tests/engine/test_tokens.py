@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness import script
+from harness.module import Seed
 from harness.oracle import first_difference
 
 SESSIONS, TURNS = 6, 9
@@ -84,18 +85,13 @@ def test_chat_sessions_answer_as_the_plain_server(cluster, plain, oracle):
 def test_imported_kv_is_the_exporters_byte_for_byte(cluster):
     """SES-6, XFER-3, XFER-8: pages of 16 at the source; pages of 1 and 16 at the destinations."""
     rnd = random.Random(4)
-    seen: set[int] = set()
-    for i in range(12):
-        if seen == {1, 16}:
-            break
-        prompt = script.ids(rnd, 1000 + 7 * i)
-        reply = cluster.router.generate(prompt, f"bytes-{i}", n=4)
-        assert reply.headers["x-kvc-mode"] == "seed"
-        holder = cluster.holder(f"bytes-{i}")
-        seen.add(holder.page)
-        source, copy = (w.kv(f"bytes-{i}", 0, len(prompt) - 1) for w in (cluster.prefill, holder))
+    assert {d.page for d in cluster.decodes} == {1, 16}
+    for target in cluster.decodes:
+        prompt = script.ids(rnd, 1000 + 7 * target.page)
+        seed = Seed(cluster.prefill, target, f"bytes-{target.page}", prompt).run()
+        seed.decode(n=4)
+        source, copy = (w.kv(seed.sid, 0, len(prompt) - 1) for w in (cluster.prefill, target))
         assert len(source) == len(prompt) - 1 and first_difference(source, copy) is None
-    assert seen == {1, 16}, "both decode workers take part"
 
 
 @pytest.mark.parametrize("damage", ["one byte", "two positions swapped"])

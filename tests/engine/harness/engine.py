@@ -1,5 +1,6 @@
 """A real SGLang server on CPU with the tiny model, in one of three kinds, and what the tests ask it."""
 
+import signal
 from dataclasses import dataclass, field
 
 from .http import Answer, Client
@@ -122,6 +123,16 @@ class Engine(Generate):
     def stop(self) -> None:
         if self._process:
             self._process.stop(grace_s=0)  # nothing of it is kept
+
+    def kill(self) -> None:
+        """kill -9, the whole group; returns when it is gone."""
+        self.process.signal(signal.SIGKILL)
+        self.process.popen.wait()
+
+    def restart(self) -> None:
+        """At the same address; waits until it is ready."""
+        self.stop()
+        start_all(self)
 
     def flush(self) -> None:
         self.http.post("/flush_cache")

@@ -2,11 +2,13 @@
 that read the engine's own state and tensors from inside its scheduler."""
 
 import itertools
+import random
 import time
 from dataclasses import dataclass
 from functools import cached_property
 from urllib.parse import quote
 
+from . import script
 from .engine import Engine
 from .http import Answer, Client
 
@@ -19,6 +21,12 @@ class Worker(Engine):
         env = {"KVC_ROLE": role, "KVC_CHECKSUM": "true", **kw.pop("env", {})}
         super().__init__(name, "rust", flags=flags, env=env, **kw)
         self.role, self.append = role, append
+
+    def start(self) -> "Worker":
+        self.__dict__.pop("info", None)  # a new process has another incarnation and other ports
+        self.__dict__.pop("listener", None)
+        super().start()
+        return self
 
     # the module's listener
 
@@ -38,8 +46,41 @@ class Worker(Engine):
         answer = self.listener.get(f"/kvc/v1/sessions/{sid}")
         return answer.json if answer.status == 200 else None
 
+    def view(self, sid: str) -> dict:
+        """The session, which must be known."""
+        view = self.session(sid)
+        assert view, f"{self.name} does not know {sid}"
+        return view
+
     def release(self, sid: str, **body) -> Answer:
         return self.listener.call("POST", f"/kvc/v1/sessions/{sid}/release", body)
+
+    def transfers(self) -> dict:
+        """Running imports, live leases, and what is still to be synced."""
+        return self.listener.get("/kvc/v1/transfers").json
+
+    def imports(self, sid: str) -> list[dict]:
+        """The running imports of one session."""
+        return [i for i in self.transfers()["imports"] if i["session_id"] == sid]
+
+    @property
+    def peer(self) -> dict[str, str]:
+        """How its peers reach this process."""
+        return {"peer": self.info["peer"], "incarnation": self.info["incarnation"]}
+
+    def import_(self, sid: str, source: "Worker", placement: dict, kind: str = "owner", **more) -> Answer:
+        """An import without a reservation: a move (`owner`) or a copy (`replica`); the answer, whatever its status."""
+        body = {"source": kind, "placement": placement, **source.peer, "deadline_ms": 20000, **more}
+        return self.listener.call("POST", f"/kvc/v1/sessions/{quote(sid, safe='')}/import", body)
+
+    def withdraw(self, sid: str, placement: dict) -> Answer:
+        body = {"placement": placement, "incarnation": self.info["incarnation"]}
+        return self.listener.call("POST", f"/kvc/v1/sessions/{quote(sid, safe='')}/withdraw", body)
+
+    def drain(self, deadline_ms: int = 30000, draining: bool = True) -> dict:
+        """MIG-4; answered when nothing is left, or at the deadline."""
+        body = {"deadline_ms": deadline_ms, "draining": draining}
+        return self.listener.post("/kvc/v1/drain", body, timeout_s=deadline_ms / 1e3 + 10).json
 
     def metrics(self) -> dict[str, float]:
         """Prometheus samples by `name{labels}`."""
@@ -73,6 +114,14 @@ class Worker(Engine):
     def forwards(self) -> list[dict]:
         """Per request since the last call: tokens that entered the model's forward, and what was said to be reused."""
         return self.test("forwards")
+
+    def computed(self) -> int:
+        """Prompt tokens that entered the model since the last look at `forwards`, whoever's."""
+        return sum(f["forwarded"] for f in self.forwards())
+
+    def throttle(self, bytes_per_s: int) -> None:
+        """Slows what this worker's mover pulls; 0 ends it."""
+        self.test("throttle", bytes_per_s=bytes_per_s)
 
     def kv(self, sid: str, start: int, end: int) -> list[str]:
         """One digest per position over K and V of all layers, read from the engine's tensors."""
@@ -112,13 +161,18 @@ class Seed:
     prompt: list[int]
     turn: int = 0
 
-    def admit(self) -> dict:
+    def ask(self, **more) -> dict:
+        """The admission question under a new placement; its answer."""
         self.placement: dict = {"n": next(_numbers), "store": STORE_ID}
-        asked = question(self.sid, len(self.prompt), self.turn, placement=self.placement)
+        asked = question(self.sid, len(self.prompt), self.turn, placement=self.placement, **more)
         self.key = {k: asked[k] for k in ("router", "request", "attempt")}
         answer = self.target.admit(**asked).json
+        self.reservation = answer.get("reservation")
+        return answer
+
+    def admit(self, **more) -> dict:
+        answer = self.ask(**more)
         assert answer["can_admit"], answer
-        self.reservation = answer["reservation"]
         return answer
 
     def prefill(self) -> None:
@@ -147,6 +201,19 @@ class Seed:
         pulled = self.pull()
         assert pulled.status == 200, pulled.text
         return self
+
+
+def fill(worker: Worker) -> list[Seed]:
+    """Grants to sessions that never come, until a small turn finds no room (ADM-6)."""
+    grants: list[Seed] = []
+    rnd = random.Random(91)
+    for tokens in (4000, 1000, 250, 60):
+        while len(grants) < 40:
+            seed = Seed(worker, worker, f"fill-{worker.name}-{len(grants)}", script.ids(rnd, tokens))
+            if not seed.ask()["can_admit"]:
+                break
+            grants.append(seed)
+    return grants
 
 
 def assert_balanced(worker: Worker) -> dict:

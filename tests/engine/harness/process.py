@@ -95,18 +95,29 @@ class Process:
             pass
         self.popen.wait()
 
-    def members(self) -> list[list[str]]:
-        """Fields of /proc/PID/stat, from the state on, of each live process of the group."""
-        found = []
+    def members(self) -> dict[int, list[str]]:
+        """By process id, the fields of /proc/PID/stat from the state on, of each live process of the group."""
+        found = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = stat.read_text().rpartition(")")[2].split()
             except OSError:
                 continue  # it has just ended
             if int(fields[2]) == self.pid and fields[0] != "Z":
-                found.append(fields)
+                found[int(stat.parent.name)] = fields
         return found
+
+    def named(self, name: str) -> int:
+        """The process of the group whose command line begins with `name`."""
+        for pid in self.members():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode()):
+                return pid
+        raise AssertionError(f"{self.name} has no process {name}")
+
+    def cpu_s(self) -> float:
+        """User and system time of the group so far."""
+        return sum(int(f[11]) + int(f[12]) for f in self.members().values()) / os.sysconf("SC_CLK_TCK")
 
     def memory_mib(self) -> float:
         """Resident memory of the group."""
-        return sum(int(fields[21]) for fields in self.members()) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return sum(int(fields[21]) for fields in self.members().values()) * os.sysconf("SC_PAGE_SIZE") / 2**20

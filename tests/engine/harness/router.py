@@ -1,7 +1,10 @@
 """The router's binary in front of real workers."""
 
+from urllib.parse import quote
+
 from .engine import Generate
-from .http import Client
+from .http import Answer, Client
+from .module import Worker
 from .process import ROOT, Process, free_port
 
 BINARY = ROOT / "target" / "debug" / "kvc-router"
@@ -34,8 +37,22 @@ class Router(Generate):
             return False
         return sum(w["health"] == "up" for w in seen) == len(self.workers)
 
+    def sees(self, worker: Worker) -> dict:
+        """What it thinks of the worker."""
+        return next(w for w in self.http.get("/v1/workers").json if worker.url.endswith(w["worker"]))
+
+    def knows(self, worker: Worker) -> bool:
+        """It has seen the worker's present process up."""
+        seen = self.sees(worker)
+        return seen["health"] == "up" and seen["incarnation"] == worker.info["incarnation"]
+
     def state(self) -> dict:
         return self.http.get("/v1/router/state").json
+
+    def move(self, sid: str, to: str, timeout_s: float = 60) -> Answer:
+        """The operator's move of a session to the worker at the URL `to`; the answer, whatever its status."""
+        path = f"/v1/sessions/{quote(sid, safe='')}/move"
+        return self.http.call("POST", path, {"to": to}, timeout_s=timeout_s)
 
     def metrics(self) -> str:
         return self.http.get("/metrics").text

@@ -34,6 +34,17 @@ def until(what, deadline_s: float = 15):
     return got
 
 
+def follows(replica: Worker, owner: Worker, sid: str, deadline_s: float = 15) -> dict:
+    """Waits until `replica` has all of what `owner` has committed, under the same epoch; its view."""
+
+    def same():
+        ours, theirs = replica.session(sid), owner.session(sid)
+        equal = ours and theirs and all(ours.get(k) == theirs.get(k) for k in ("committed", "epoch"))
+        return ours if equal else None
+
+    return until(same, deadline_s)
+
+
 def running(worker: Worker, sid: str):
     view = worker.session(sid)
     return view is not None and view["state"] == "running"
