@@ -49,6 +49,11 @@ fn held(sessions: u32, tokens: u32, append: bool) -> usize {
         session_cap: 64 << 20,
         lease: Duration::from_secs(10),
         lease_max: Duration::from_secs(600),
+        sync: true,
+        sync_imports: 2,
+        sync_deadline: Duration::from_secs(60),
+        handover_deadline: Duration::from_secs(2),
+        handover_hold: Duration::from_millis(20),
         remembered: 100_000,
     };
     let mut w = Worker::new(config, Incarnation(1));

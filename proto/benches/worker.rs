@@ -27,6 +27,11 @@ fn worker() -> Worker {
         session_cap: CAPACITY,
         lease: Duration::from_secs(10),
         lease_max: Duration::from_secs(600),
+        sync: true,
+        sync_imports: 2,
+        sync_deadline: Duration::from_secs(60),
+        handover_deadline: Duration::from_secs(2),
+        handover_hold: Duration::from_millis(20),
         remembered: 100_000,
     };
     Worker::new(config, Incarnation(1))

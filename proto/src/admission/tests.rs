@@ -23,6 +23,11 @@ fn config(page_tokens: u32, rule: CapacityRule) -> WorkerConfig {
         session_cap: 1000,
         lease: Duration::from_secs(5),
         lease_max: Duration::from_secs(60),
+        sync: true,
+        sync_imports: 2,
+        sync_deadline: Duration::from_secs(60),
+        handover_deadline: Duration::from_secs(2),
+        handover_hold: Duration::from_millis(20),
         remembered: 10,
     }
 }

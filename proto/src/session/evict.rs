@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Hold, Key, Session, SessionState};
+use super::{Hold, Key, Session};
 
 /// A place in the order: class first, then last use.
 pub type Rank = (Class, u64);
@@ -12,6 +12,8 @@ pub type Rank = (Class, u64);
 pub enum Class {
     /// Its KV is no longer wanted.
     Doomed,
+    /// A copy kept for a session that lives elsewhere: there it can be had again.
+    Spare,
     /// Idle, no lease (ADM-9).
     Idle,
     /// Idle, but a peer reads it (SES-3: revoked as last resort).
@@ -81,8 +83,9 @@ pub fn rank(session: &Session, tail: bool) -> Option<Rank> {
         (Hold::Lent | Hold::Landing, _) => return None,
         (Hold::Claimed(_), _) => return tail.then_some((Class::Tail, session.seq)),
         (Hold::Free, _) if session.doomed && session.turn().is_none() => Class::Doomed,
-        (Hold::Free, SessionState::Idle) if session.leases.is_empty() => Class::Idle,
-        (Hold::Free, SessionState::Idle) => Class::Leased,
+        (Hold::Free, _) if session.is_idle() && !session.leases.is_empty() => Class::Leased,
+        (Hold::Free, _) if session.is_idle() && !session.is_owner() => Class::Spare,
+        (Hold::Free, _) if session.is_idle() => Class::Idle,
         (Hold::Free, _) => Class::Awaited,
     };
     Some((class, session.seq))

@@ -4,10 +4,14 @@ use crate::{
     block::{self, Table},
     id::{Epoch, ImportId, LeaseId, Placement, PrefixHandle, ReservationId, SessionId, TurnId},
     time::Now,
+    wire::{
+        admit::{MovedTo, PeerRef},
+        info,
+    },
     worker::api::{Identity, Token},
 };
 
-use super::evict::Rank;
+use super::{Chain, Digest, evict::Rank};
 
 /// Everything known about a session. Identity outlives KV (SES-1): `copy` comes and goes.
 #[derive(Debug)]
@@ -16,8 +20,18 @@ pub struct Session {
     pub id: SessionId,
     /// Where it lives, if a router said so (SES-4).
     pub placement: Option<Placement>,
-    /// How often its history was cut here (OWN-7).
+    /// How often its history was cut under that placement (OWN-7); of a replica: the owner's number.
     pub rewind: u32,
+    /// What this worker is to it.
+    pub standing: Standing,
+    /// A number up to which this worker will never own it (MIG-2).
+    pub floor: Option<Placement>,
+    /// Who keeps its replica (SYNC-1).
+    pub backup: Option<PeerRef>,
+    /// What its owner has announced and this worker has not pulled (SYNC-1).
+    pub wish: Option<Box<Wish>>,
+    /// MIG-1: the next admit is held back until then, for a target that is one delta behind.
+    pub yields: Option<Now>,
     /// Its KV here.
     pub copy: Option<Copy>,
     /// Who uses it.
@@ -45,12 +59,42 @@ pub enum SessionState {
     Idle,
     /// Granted to a request that has not arrived (ADM-8).
     Admitted(ReservationId),
-    /// A peer's KV is on its way, under a grant.
+    /// A peer's KV is on its way, under a grant or for a move.
     Importing(ImportId, ReservationId),
+    /// Nobody, and a replica's pull runs: it gives way to everything (SYNC-3).
+    Syncing(ImportId),
     /// A turn waits in the engine's queue.
     Waiting(TurnId),
     /// A turn has begun.
     Running(TurnId),
+}
+
+/// What a worker is to a session (SES-4).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// Runs its turns.
+    Owner,
+    /// Keeps a copy for whoever runs them.
+    Replica,
+    /// Has handed it over, under the session's placement.
+    Moved(PeerRef),
+}
+
+/// An announcement that waits to be pulled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wish {
+    /// Who has it.
+    pub from: PeerRef,
+    /// The owner's epoch.
+    pub epoch: Epoch,
+    /// Committed tokens there.
+    pub committed: u32,
+    /// Its place in the order: the most recently active first.
+    pub seq: u64,
+    /// Pulls that have failed.
+    pub failed: u32,
+    /// Not before.
+    pub after: Option<Now>,
 }
 
 /// A session's KV in this worker.
@@ -60,6 +104,8 @@ pub struct Copy {
     pub identity: Identity,
     /// Token ids: the committed history; while a turn runs, its whole prompt.
     pub tokens: Vec<Token>,
+    /// The digest of what is committed of them.
+    pub chain: Chain,
     /// Pages of tokens `[0, readable)`.
     pub table: Table,
     /// The first `shared` tokens (page aligned) lie in the engine's tree (SES-6). Exact committed length and this
@@ -107,6 +153,11 @@ impl Session {
             id,
             placement: None,
             rewind: 0,
+            standing: Standing::Owner,
+            floor: None,
+            backup: None,
+            wish: None,
+            yields: None,
             copy: None,
             state: SessionState::Idle,
             leases: Vec::new(),
@@ -139,29 +190,76 @@ impl Session {
     pub fn turn(&self) -> Option<TurnId> {
         match self.state {
             SessionState::Waiting(turn) | SessionState::Running(turn) => Some(turn),
-            SessionState::Idle | SessionState::Admitted(_) | SessionState::Importing(..) => None,
+            SessionState::Idle
+            | SessionState::Admitted(_)
+            | SessionState::Importing(..)
+            | SessionState::Syncing(_) => None,
+        }
+    }
+
+    /// Nobody uses it.
+    pub fn is_idle(&self) -> bool {
+        matches!(self.state, SessionState::Idle | SessionState::Syncing(_))
+    }
+
+    /// This worker runs its turns.
+    pub fn is_owner(&self) -> bool {
+        self.standing == Standing::Owner
+    }
+
+    /// Where it was handed over to.
+    pub fn moved(&self) -> Option<MovedTo> {
+        match (&self.standing, self.placement) {
+            (Standing::Moved(to), Some(placement)) => Some(MovedTo {
+                to: to.clone(),
+                placement,
+            }),
+            _ => None,
         }
     }
 
     /// Nothing is left worth a record, once its KV is gone.
     pub fn is_bare(&self) -> bool {
-        self.copy.is_none() && self.state == SessionState::Idle && self.leases.is_empty()
+        self.copy.is_none() && self.state == SessionState::Idle && self.leases.is_empty() && self.wish.is_none()
     }
 
     /// The state's name (kv-movement §2).
     pub fn state_name(&self) -> &'static str {
         match self.state {
+            SessionState::Importing(..) | SessionState::Syncing(_) => "importing",
+            SessionState::Idle if matches!(self.standing, Standing::Moved(_)) => "moved",
             SessionState::Idle if self.copy.is_none() => "evicted",
             SessionState::Idle if self.doomed => "evicting",
             SessionState::Idle => "idle",
             SessionState::Admitted(_) | SessionState::Waiting(_) => "admitted",
-            SessionState::Importing(..) => "importing",
             SessionState::Running(_) => "running",
         }
     }
 }
 
+impl Standing {
+    /// As it travels.
+    pub fn view(&self) -> info::Standing {
+        match self {
+            Standing::Owner => info::Standing::Owner,
+            Standing::Replica => info::Standing::Replica,
+            Standing::Moved(_) => info::Standing::Moved,
+        }
+    }
+}
+
 impl Copy {
+    /// The digest of its first `n` tokens.
+    pub fn digest(&mut self, n: u32) -> Digest {
+        self.chain.digest(&self.identity, &self.tokens, n)
+    }
+
+    /// Takes tokens back, to the first `n`.
+    pub fn truncate(&mut self, n: u32) {
+        self.tokens.truncate(n as usize);
+        self.chain.cut(n);
+    }
+
     /// Length of `tokens`.
     pub fn len(&self) -> u32 {
         u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)

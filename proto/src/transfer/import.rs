@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use crate::{
     block::Table,
-    id::{Incarnation, Placement, PrefixHandle, ReservationId},
+    id::{Epoch, Incarnation, Placement, PrefixHandle, ReservationId},
     session::Key,
     time::Now,
-    worker::api::{Identity, Token},
+    worker::api::{Have, Identity, LeaseKind, Token},
 };
 
 /// One import.
@@ -16,23 +16,42 @@ use crate::{
 pub struct Import {
     /// The session.
     pub session: Key,
-    /// The grant it serves.
-    pub reservation: ReservationId,
+    /// What it is for.
+    pub purpose: Purpose,
     /// The peer's control address.
     pub peer: String,
     /// The peer process.
     pub incarnation: Incarnation,
-    /// The placement under which the peer computed.
+    /// The placement it names to the peer; see [`LeaseKind`].
     pub placement: Placement,
+    /// What the peer was told that this worker holds.
+    pub have: Option<Have>,
+    /// Tokens pulled by earlier rounds of a move.
+    pub pulled_before: u32,
     /// Given up then.
     pub deadline: Now,
     /// How far it is.
     pub phase: ImportPhase,
 }
 
+/// What an import is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// A granted turn's seed or reseed, from a peer that computes the prompt.
+    Seed(ReservationId),
+    /// A granted turn's reseed, from what a peer has committed (SYNC-2).
+    Reseed(ReservationId),
+    /// A replica follows (SYNC-1).
+    Sync,
+    /// A move, charged to a reservation of its own (MIG-1).
+    Move(ReservationId),
+}
+
 /// What the exporter granted.
 #[derive(Clone, Debug)]
 pub struct Offer {
+    /// The exporter's epoch.
+    pub epoch: Epoch,
     /// SES-5.
     pub identity: Identity,
     /// All tokens of the range, from token 0.
@@ -82,6 +101,38 @@ pub enum ImportPhase {
     Confirmed(Landing),
     /// The engine has been told to commit. From here on the import cannot fail.
     Committing(Landing),
+    /// A move: the copy is complete and pinned; the owner is asked to hand over (MIG-1).
+    HandingOver(Epoch),
+}
+
+impl Purpose {
+    /// The charge it runs under.
+    pub fn reservation(self) -> Option<ReservationId> {
+        match self {
+            Purpose::Seed(id) | Purpose::Reseed(id) | Purpose::Move(id) => Some(id),
+            Purpose::Sync => None,
+        }
+    }
+
+    /// What the peer is asked for.
+    pub fn lease(self) -> LeaseKind {
+        match self {
+            Purpose::Seed(_) => LeaseKind::Follow,
+            Purpose::Reseed(_) => LeaseKind::Replica,
+            Purpose::Sync => LeaseKind::Sync,
+            Purpose::Move(_) => LeaseKind::Prepare,
+        }
+    }
+
+    /// As `/kvc/v1/transfers` and the metrics write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Purpose::Seed(_) => "seed",
+            Purpose::Reseed(_) => "reseed",
+            Purpose::Sync => "sync",
+            Purpose::Move(_) => "move",
+        }
+    }
 }
 
 impl ImportPhase {
@@ -93,6 +144,7 @@ impl ImportPhase {
             ImportPhase::Pulling(_) => "pulling",
             ImportPhase::Confirming(_) => "confirming",
             ImportPhase::Confirmed(_) | ImportPhase::Committing(_) => "committing",
+            ImportPhase::HandingOver(_) => "handing-over",
         }
     }
 
@@ -108,14 +160,17 @@ impl ImportPhase {
             | ImportPhase::Confirming(l)
             | ImportPhase::Confirmed(l)
             | ImportPhase::Committing(l) => Some(l),
-            ImportPhase::Leasing | ImportPhase::Granted(_) | ImportPhase::Landing { .. } => None,
+            ImportPhase::Leasing
+            | ImportPhase::Granted(_)
+            | ImportPhase::Landing { .. }
+            | ImportPhase::HandingOver(_) => None,
         }
     }
 
     /// What the exporter granted, once it has.
     pub fn offer(&self) -> Option<&Offer> {
         match self {
-            ImportPhase::Leasing => None,
+            ImportPhase::Leasing | ImportPhase::HandingOver(_) => None,
             ImportPhase::Granted(offer) | ImportPhase::Landing { offer, .. } => Some(offer),
             other => other.landing().map(|l| &l.offer),
         }

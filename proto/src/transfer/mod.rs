@@ -6,5 +6,5 @@
 pub mod import;
 pub mod lease;
 
-pub use import::{Import, ImportPhase};
+pub use import::{Import, ImportPhase, Purpose};
 pub use lease::{Lease, Leases};

@@ -36,9 +36,31 @@ pub struct AdmitRequest {
     /// The worker process the router means (F16).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incarnation: Option<Incarnation>,
+    /// SYNC-1: the worker that keeps the session's replica from this turn on; absent: the one named last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup: Option<PeerRef>,
     /// Makes the grant idempotent.
     #[serde(flatten)]
     pub key: RequestKey,
+}
+
+/// One process of a worker, as its peers reach it: from its `/kvc/v1/info`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct PeerRef {
+    /// Its peer control address, `host:port`.
+    pub peer: String,
+    /// The process.
+    pub incarnation: Incarnation,
+}
+
+/// Where a session that was handed over lives (MIG-1).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MovedTo {
+    /// The new owner.
+    #[serde(flatten)]
+    pub to: PeerRef,
+    /// The placement it owns.
+    pub placement: Placement,
 }
 
 /// How the append gets here.
@@ -83,6 +105,9 @@ pub struct AdmitAnswer {
     /// The session's epoch here, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<Epoch>,
+    /// With the reason `moved`: where the session lives now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moved: Option<MovedTo>,
     /// This process.
     pub incarnation: Incarnation,
     /// How busy the worker is.
@@ -107,18 +132,42 @@ pub struct LoadReport {
 }
 
 /// `POST /kvc/v1/sessions/{id}/import`: pull the session's KV from a peer. Answered when the import has committed.
+///
+/// | reservation | source | what it is |
+/// |---|---|---|
+/// | given | `prefill` | a seed or reseed whose prompt the peer computes now (DISP-3) |
+/// | given | `replica` | a reseed from what the peer has committed (SYNC-2); `placement` is granted by it |
+/// | absent | `owner` | a move: the peer stays owner until it hands over (MIG-1); `placement` is pending until then |
+/// | absent | `replica` | this worker becomes or follows as replica now (SYNC-1); `placement` is the peer's own |
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImportRequest {
     /// The seed or reseed grant this import serves.
-    pub reservation: ReservationId,
-    /// The placement under which the peer prefills.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reservation: Option<ReservationId>,
+    /// See the table.
     pub placement: Placement,
+    /// What the peer is to this session.
+    #[serde(default)]
+    pub source: Source,
     /// The peer's control address, `host:port`, from its `/kvc/v1/info`.
     pub peer: String,
     /// The peer process.
     pub incarnation: Incarnation,
     /// Give up after this many milliseconds.
     pub deadline_ms: u32,
+}
+
+/// What the peer of an import is to the session.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Source {
+    /// It computes the prompt for this import; waited for.
+    #[default]
+    Prefill,
+    /// It holds committed KV.
+    Replica,
+    /// It owns the session and is to hand it over.
+    Owner,
 }
 
 /// What an import did.
@@ -132,6 +181,59 @@ pub struct ImportAnswer {
     pub bytes: u64,
     /// Microseconds from request to commit.
     pub micros: u64,
+}
+
+/// `POST /kvc/v1/sessions/{id}/withdraw`: the router could not learn what became of a move (MIG-2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WithdrawRequest {
+    /// The pending number that was offered to this worker.
+    pub placement: Placement,
+    /// This process, as the router knows it.
+    pub incarnation: Incarnation,
+}
+
+/// What the pending target says; either answer is for good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "kebab-case")]
+pub enum WithdrawAnswer {
+    /// The hand-over was granted: it owns the session.
+    Owner {
+        /// The epoch it owns.
+        epoch: Epoch,
+    },
+    /// It does not own the session under that number and never will.
+    Withdrawn,
+}
+
+/// `POST /kvc/v1/drain`: refuse new turns, keep what runs, and wait until the routers have moved every session away
+/// (MIG-4).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DrainRequest {
+    /// Answer after this many milliseconds at the latest. 0 answers at once.
+    #[serde(default)]
+    pub deadline_ms: u32,
+    /// False ends draining: the worker takes turns again.
+    #[serde(default = "yes")]
+    pub draining: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// How far a drain is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DrainAnswer {
+    /// Nothing is left to hand over and nothing runs.
+    pub drained: bool,
+    /// Sessions this worker still owns with KV.
+    pub owned: u64,
+    /// Turns that wait or run.
+    pub turns: u64,
+    /// Running imports and live leases.
+    pub transfers: u64,
+    /// Sessions handed over since the drain began.
+    pub moved: u64,
 }
 
 /// `POST /kvc/v1/sessions/{id}/release`: the client went away (`request` given), or the session is no longer wanted.

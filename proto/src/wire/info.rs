@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::{Epoch, ImportId, Incarnation, LeaseId, SessionId};
 
-use super::admit::LoadReport;
+use super::admit::{LoadReport, MovedTo, PeerRef};
 
 /// What a worker is for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -50,13 +50,34 @@ pub struct WorkerInfo {
     pub load: LoadReport,
 }
 
+/// What a worker is to a session (SES-4).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Standing {
+    /// Runs its turns.
+    #[default]
+    Owner,
+    /// Keeps a copy for whoever runs them: a prefill worker's copy, a backup, a copy that lost its placement.
+    Replica,
+    /// Has handed it over and keeps the copy as a replica.
+    Moved,
+}
+
 /// One session as `GET /kvc/v1/sessions[/{id}]` shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionView {
     /// Its name.
     pub session_id: SessionId,
-    /// `absent`, `importing`, `idle`, `admitted`, `running`, `evicting`, `evicted` (kv-movement §2).
+    /// `importing`, `idle`, `admitted`, `running`, `evicting`, `evicted`, `moved` (kv-movement §2).
     pub state: String,
+    /// What this worker is to the session.
+    pub standing: Standing,
+    /// With standing `moved`: where it lives now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moved: Option<MovedTo>,
+    /// SYNC-1: who keeps its replica.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup: Option<PeerRef>,
     /// Committed tokens held here.
     pub committed: u32,
     /// Tokens that a peer may read now.
@@ -88,6 +109,10 @@ pub struct TransferList {
     pub imports: Vec<ImportView>,
     /// Live leases on this worker's KV.
     pub leases: Vec<LeaseView>,
+    /// Sessions whose announced turns are not pulled yet (SYNC-1).
+    pub sync_pending: u64,
+    /// Their missing tokens: the lag.
+    pub sync_lag_tokens: u64,
 }
 
 /// One running import.
@@ -99,7 +124,9 @@ pub struct ImportView {
     pub session_id: SessionId,
     /// The peer it pulls from.
     pub peer: String,
-    /// `leasing`, `landing`, `pulling`, `confirming`, `committing`, `dropping`.
+    /// `seed` (a peer computes), `reseed` (a peer has it), `sync`, `move`.
+    pub kind: String,
+    /// `leasing`, `landing`, `pulling`, `confirming`, `committing`, `handing-over`.
     pub phase: String,
     /// Tokens that have arrived.
     pub pulled_tokens: u32,

@@ -40,6 +40,12 @@ reasons! {
     StaleEpoch = "stale-epoch", 409;
     /// SES-4, F16: the message is for an earlier process at this address.
     StaleIncarnation = "stale-incarnation", 409;
+    /// MIG-1: the session was handed over; the answer says where to.
+    Moved = "moved", 409;
+    /// MIG-1, SES-4: this worker does not own the session.
+    NotOwner = "not-owner", 409;
+    /// SYNC-3: this worker keeps no replicas.
+    SyncOff = "sync-off", 409;
     /// The session is not known here.
     UnknownSession = "unknown-session", 404;
     /// The reservation is not live.
@@ -87,7 +93,12 @@ impl Reason {
     pub const fn counts_as_reject(self) -> bool {
         !matches!(
             self,
-            Reason::RealLargeAppend | Reason::SessionBusy | Reason::Draining | Reason::TooLarge | Reason::BadRequest
+            Reason::RealLargeAppend
+                | Reason::SessionBusy
+                | Reason::Draining
+                | Reason::TooLarge
+                | Reason::BadRequest
+                | Reason::Moved
         )
     }
 }

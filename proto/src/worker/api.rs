@@ -4,7 +4,11 @@ use std::{sync::Arc, time::Duration};
 
 use crate::{
     id::{Epoch, ImportId, Incarnation, LeaseId, Placement, PrefixHandle, ReservationId, RouterId, SessionId, TurnId},
-    wire::{admit::ImportAnswer, reason::Refusal},
+    session::Digest,
+    wire::{
+        admit::{ImportAnswer, PeerRef},
+        reason::Refusal,
+    },
 };
 
 /// A token id.
@@ -38,6 +42,16 @@ pub struct WorkerConfig {
     pub lease: Duration,
     /// XFER-2: how long a lease lives at most.
     pub lease_max: Duration,
+    /// SYNC-3: keep replicas for others, and announce to those that keep ours.
+    pub sync: bool,
+    /// SYNC-1: replicas pulled at the same time; the rest wait.
+    pub sync_imports: usize,
+    /// XFER-7: a replica's pull is given up after this long.
+    pub sync_deadline: Duration,
+    /// MIG-2: a hand-over answer older than this counts as lost.
+    pub handover_deadline: Duration,
+    /// MIG-1: how long the source holds the next admit back for a target that is one delta behind.
+    pub handover_hold: Duration,
     /// SES-1: sessions remembered after eviction (history-free records); the oldest go first.
     pub remembered: usize,
 }
@@ -159,6 +173,12 @@ pub enum Command {
         /// SES-5, as the engine's extra key needs it.
         identity: Identity,
     },
+    /// SES-4: the session was granted elsewhere under a higher placement: end this turn without result, as for a client
+    /// that went away.
+    Abort {
+        /// Which turn; unknown ones are ignored.
+        turn: TurnId,
+    },
     /// The import has been confirmed: share its first `share` tokens in the engine's tree (page aligned), unlock what
     /// `Land` locked, then call `import_committed`.
     Commit {
@@ -190,7 +210,7 @@ pub struct Victim {
 /// Work for the module's own threads and movers. `Fence*` are carried out before the call that caused them returns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Ask the peer for a lease on the session from token 0.
+    /// Ask the peer for a lease on the session from token 0; a lease this import held before has been ended.
     OpenLease {
         /// The import it is for.
         import: ImportId,
@@ -202,6 +222,28 @@ pub enum Effect {
         incarnation: Incarnation,
         /// The placement meant.
         placement: Placement,
+        /// What it is for.
+        kind: LeaseKind,
+        /// What this worker holds of the session: the grant need not repeat these tokens.
+        have: Option<Have>,
+    },
+    /// MIG-1: ask the owner to hand over; answered by [`Worker::handover_answered`](super::Worker::handover_answered).
+    AskHandover {
+        /// The import.
+        import: ImportId,
+        /// The owner's control address.
+        peer: String,
+        /// All but who asks, which the transfer engine knows.
+        request: Handover,
+    },
+    /// SYNC-1: tell the backup. A refusal `stale-epoch` goes to
+    /// [`Worker::announce_refused`](super::Worker::announce_refused); a later announcement of the session replaces one
+    /// that has not gone out.
+    Announce {
+        /// The backup.
+        to: PeerRef,
+        /// What was committed.
+        announcement: Announcement,
     },
     /// Pull tokens `[from, from + slots.len())` into these slots as they become readable.
     Pull {
@@ -237,7 +279,7 @@ pub enum Effect {
         /// The lease.
         lease: LeaseId,
     },
-    /// A session that peers may be waiting for has arrived.
+    /// A session that peers may be waiting for has arrived, or its turn has ended.
     Arrived {
         /// The session.
         session: SessionId,
@@ -279,10 +321,82 @@ impl ImportDone {
 pub struct LeaseRequest {
     /// The session.
     pub session: SessionId,
-    /// The placement meant.
+    /// The placement meant; what it means depends on the kind.
     pub placement: Placement,
     /// This process, as the peer knows it.
     pub incarnation: Incarnation,
+    /// What it is for.
+    pub kind: LeaseKind,
+    /// What the peer holds already.
+    pub have: Option<Have>,
+}
+
+/// What a lease is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum LeaseKind {
+    /// A seed or reseed follows this worker's prefill under the same placement; waits for its turn (DISP-3).
+    #[default]
+    Follow,
+    /// A reseed elsewhere, *granted* under this placement, takes what is committed here: whoever owned the session under
+    /// a lower one keeps its copy as a replica (SES-4). Waits for a running turn that this ends.
+    Replica,
+    /// A backup follows the owner under the owner's placement, or a replica of that placement (SYNC-1). Changes nothing;
+    /// a running turn's committed part is granted (OWN-5).
+    Sync,
+    /// The target of a move prepares under a *pending* placement (MIG-1). Only the owner grants; changes nothing.
+    Prepare,
+}
+
+/// A prefix that the importer holds: ids are not repeated if the exporter's first `tokens` have the same digest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Have {
+    /// Its length, 1 or more.
+    pub tokens: u32,
+    /// Over identity and token ids.
+    pub digest: Digest,
+}
+
+/// A target asks the owner of a session to hand it over (MIG-1).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Handover {
+    /// The session.
+    pub session: SessionId,
+    /// The owner's process, as the target knows it.
+    pub incarnation: Incarnation,
+    /// The number that the target owns once this is granted.
+    pub pending: Placement,
+    /// The owner's epoch under which the target's copy was read.
+    pub epoch: Epoch,
+    /// Tokens of the target's copy.
+    pub committed: u32,
+    /// Digest of all of them.
+    pub digest: Digest,
+}
+
+/// The owner's answer to a [`Handover`]: the single decision point of a move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HandoverAnswer {
+    /// The asker owns the session from here on; the same question gets the same answer again (MIG-2).
+    Granted,
+    /// The asker's copy is not the owner's: pull the rest and ask again.
+    Behind,
+    /// A turn is admitted or runs: ask again after [`Effect::Arrived`], or a little later.
+    Busy,
+}
+
+/// An owner tells its backup what it has committed (SYNC-1).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Announcement {
+    /// The session.
+    pub session: SessionId,
+    /// The owner's epoch.
+    pub epoch: Epoch,
+    /// Committed tokens.
+    pub committed: u32,
+    /// Over identity and token ids of all of them.
+    pub digest: Digest,
+    /// SES-5.
+    pub identity: Identity,
 }
 
 /// The answer to a [`LeaseRequest`].
@@ -303,7 +417,9 @@ pub struct LeaseGrant {
     pub epoch: Epoch,
     /// SES-5.
     pub identity: Identity,
-    /// Every token of the range, also those whose KV is not readable yet.
+    /// Tokens of the range that the asker holds ([`Have`]) and that are not repeated.
+    pub after: u32,
+    /// Every further token of the range, also those whose KV is not readable yet.
     pub tokens: Arc<[Token]>,
     /// Tokens readable now.
     pub readable: u32,

@@ -23,8 +23,14 @@ impl Worker {
             self.reservations.seen(router, request);
         }
         let found = self.sessions.find(&arrival.session);
-        self.check_placement(found, arrival.placement)?;
+        let prefill_only = arrival.max_new == 0;
+        if let Some(key) = found {
+            self.speaks_for(key, arrival.placement, prefill_only)?;
+        }
         let granted = self.take_over(found, &arrival)?;
+        if self.draining && granted.is_none() && arrival.placement.is_some() && !prefill_only {
+            return Err(self.refusal(Reason::Draining, "this worker takes no new turns"));
+        }
         let (common, len) = self.common_prefix(found, &arrival)?;
         let growth = arrival.max_new.min(self.config.clip);
         let need = decide::need(&self.config, len, len - common, growth);
@@ -42,6 +48,7 @@ impl Worker {
         self.check_fit(found, granted, charge, common, &arrival, now)?;
 
         let key = self.sessions.find_or_insert(&arrival.session, now);
+        self.give_way(key, now);
         self.release_copy_for_turn(key, now);
         let id = TurnId(self.next_turn);
         self.next_turn += 1;
@@ -70,7 +77,11 @@ impl Worker {
         self.touch(key, now);
         let session = &mut self.sessions[key];
         session.state = SessionState::Waiting(id);
-        session.placement = arrival.placement.or(session.placement);
+        if prefill_only {
+            self.keep_for(key, arrival.placement);
+        } else {
+            self.own(key, arrival.placement);
+        }
         self.refresh(key);
         self.counters.turns += 1;
         self.effects.push_back(Effect::Arrived {
@@ -84,7 +95,7 @@ impl Worker {
         let Some(key) = found else { return Ok(None) };
         let busy = match self.sessions[key].state {
             _ if off!(Busy) => return Ok(None),
-            SessionState::Idle => return Ok(None),
+            SessionState::Idle | SessionState::Syncing(_) => return Ok(None),
             SessionState::Admitted(id) | SessionState::Importing(_, id) => {
                 let key = self.reservations.get(id).and_then(|r| r.key);
                 let same = key.is_some_and(|k| arrival.origin == Some((k.router, k.request)));

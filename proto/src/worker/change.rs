@@ -4,7 +4,7 @@
 use crate::{
     block,
     id::{LeaseId, Placement, PrefixHandle, ReservationId, TurnId},
-    session::{Hold, Key, SessionState, evict, state::Marks},
+    session::{Hold, Key, SessionState, Standing, evict, state::Marks},
     time::Now,
     wire::reason::{Reason, Refusal},
 };
@@ -29,7 +29,7 @@ impl Worker {
                 Hold::Lent => {}
                 Hold::Landing => marks.held = own,
             }
-            let idle = copy.hold == Hold::Free && session.state == SessionState::Idle && session.leases.is_empty();
+            let idle = copy.hold == Hold::Free && session.is_idle() && session.leases.is_empty();
             if self.config.evict_idle && idle {
                 // Pages that changed since the snapshot are not in the ledger's base: they cannot be taken off it.
                 if session.changed < self.polls {
@@ -52,6 +52,7 @@ impl Worker {
 
     /// Forgets a bare record.
     pub(super) fn forget(&mut self, key: Key) {
+        self.unwish(key);
         if let Some(session) = self.sessions.get(key) {
             self.order.moved(key, session.marks.rank, None);
             self.sessions.remove(key);
@@ -167,7 +168,7 @@ impl Worker {
             session.rewind += 1;
             self.counters.rewinds += 1;
         }
-        copy.tokens.truncate(n as usize);
+        copy.truncate(n);
         copy.table.cut(block::pages(n, page), &mut frees.slots);
         copy.readable = copy.readable.min(n);
         // Part of what was reclaimable is free now: base must not count it on.
@@ -181,7 +182,7 @@ impl Worker {
         let id = match self.sessions[key].state {
             SessionState::Admitted(id) | SessionState::Importing(_, id) => Some(id),
             SessionState::Waiting(turn) | SessionState::Running(turn) => self.turns.get(&turn).map(|t| t.reservation),
-            SessionState::Idle => None,
+            SessionState::Idle | SessionState::Syncing(_) => None,
         };
         self.set_landed(id, 0);
     }
@@ -216,18 +217,107 @@ impl Worker {
         }
     }
 
-    /// SES-4: whether a message may speak for this session. An older placement is stale; the same number from another
-    /// store is a conflict that the router resolves above both.
+    /// SES-4: whether a router's message under this placement may speak for a session. An older number is stale; the
+    /// same number from another store is a conflict that the router resolves above both; under a number that another
+    /// worker owns nothing runs here.
+    pub(super) fn speaks(&self, key: Key, got: Option<Placement>) -> Result<(), Reason> {
+        let session = &self.sessions[key];
+        let below = |held: Placement, got: Placement| match session.standing {
+            Standing::Owner => is_stale(held, got),
+            Standing::Replica => is_stale(held, got) || (held == got && !off!(ReplicaRefuses)),
+            Standing::Moved(_) => got.n <= held.n && !off!(MovedRefuses),
+        };
+        let withdrawn = session.floor.zip(got).is_some_and(|(floor, got)| got.n <= floor.n);
+        let refused = match (session.placement, got) {
+            (Some(held), Some(got)) => below(held, got),
+            // A client without a router: what was handed over is elsewhere, a mere copy is not claimed by anybody here.
+            (_, None) => matches!(session.standing, Standing::Moved(_)) && !off!(MovedRefuses),
+            (None, Some(_)) => false,
+        };
+        match session.standing {
+            _ if !refused && !(withdrawn && !off!(WithdrawnForGood)) => Ok(()),
+            Standing::Moved(_) => Err(Reason::Moved),
+            Standing::Owner | Standing::Replica => Err(Reason::StaleEpoch),
+        }
+    }
+
+    /// The same for a turn; one that only prefills serves whoever owns the number.
+    pub(super) fn speaks_for(&mut self, key: Key, got: Option<Placement>, prefill_only: bool) -> Result<(), Refusal> {
+        if prefill_only {
+            return self.check_placement(Some(key), got);
+        }
+        self.speaks(key, got).map_err(|code| {
+            let session = &self.sessions[key];
+            let message = match (code, session.moved(), session.placement, got) {
+                (Reason::Moved, Some(moved), ..) => format!("session {} lives at {} now", session.id, moved.to.peer),
+                (_, _, Some(held), Some(got)) => stale_text(held, got),
+                _ => format!("session {}", session.id),
+            };
+            self.refusal(code, message)
+        })
+    }
+
+    /// SES-4: an older placement is stale, whatever this worker is to the session.
     pub(super) fn check_placement(&mut self, key: Option<Key>, got: Option<Placement>) -> Result<(), Refusal> {
         let held = key.and_then(|k| self.sessions[k].placement);
         match (held, got) {
-            (Some(held), Some(got)) if is_stale(held, got) => Err(self.refusal(
-                Reason::StaleEpoch,
-                format!("held {}.{}, got {}.{}", held.n, held.store, got.n, got.store),
-            )),
+            (Some(held), Some(got)) if is_stale(held, got) => {
+                Err(self.refusal(Reason::StaleEpoch, stale_text(held, got)))
+            }
             _ => Ok(()),
         }
     }
+
+    /// A grant or a turn under this placement: the worker owns the session from here on.
+    pub(super) fn own(&mut self, key: Key, placement: Option<Placement>) {
+        let Some(placement) = placement else { return };
+        let session = &mut self.sessions[key];
+        if session.placement != Some(placement) {
+            session.placement = Some(placement);
+            session.rewind = 0;
+        }
+        session.standing = Standing::Owner;
+        session.yields = None;
+        self.unwish(key);
+    }
+
+    /// The copy here serves whoever owns that placement. A number already held changes nothing.
+    pub(super) fn keep_for(&mut self, key: Key, placement: Option<Placement>) {
+        let Some(placement) = placement else { return };
+        let session = &mut self.sessions[key];
+        if session.placement == Some(placement) {
+            return;
+        }
+        session.placement = Some(placement);
+        session.rewind = 0;
+        session.standing = Standing::Replica;
+        session.backup = None;
+    }
+
+    /// SES-4: the session was granted elsewhere under a higher placement: a grant is over, a turn is aborted, the copy
+    /// stays as a replica.
+    pub(super) fn supersede(&mut self, key: Key, placement: Placement, now: Now) {
+        match self.sessions[key].state {
+            SessionState::Admitted(id) | SessionState::Importing(_, id) => {
+                self.give_up(id, Reason::StaleEpoch, now);
+            }
+            SessionState::Waiting(turn) | SessionState::Running(turn) => {
+                self.counters.superseded_turns += 1;
+                self.aborts.push(turn);
+                self.effects.push_back(Effect::Wake);
+            }
+            SessionState::Idle | SessionState::Syncing(_) => {}
+        }
+        if self.sessions.get(key).is_some() {
+            self.keep_for(key, Some(placement));
+            self.refresh(key);
+        }
+    }
+}
+
+/// The sentence of a `stale-epoch`.
+pub(super) fn stale_text(held: Placement, got: Placement) -> String {
+    format!("held {}.{}, got {}.{}", held.n, held.store, got.n, got.store)
 }
 
 /// Whether `got` does not speak for a session placed by `held`.

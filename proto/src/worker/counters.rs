@@ -1,6 +1,9 @@
 //! What the worker counts. `engine-ext` reads it for its metrics; nothing here decides anything.
 
-use crate::wire::{admit::Mode, reason::Reason};
+use crate::{
+    transfer::Purpose,
+    wire::{admit::Mode, reason::Reason},
+};
 
 /// Totals since start.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +54,36 @@ pub struct Counters {
     pub leases_expired: u64,
     /// Engine flushes.
     pub flushes: u64,
+    /// Committed turns told to a backup (SYNC-1).
+    pub announced: u64,
+    /// Announcements taken in from owners.
+    pub announcements: u64,
+    /// Replica pulls begun.
+    pub syncs: u64,
+    /// Replica pulls that failed.
+    pub syncs_failed: u64,
+    /// Announcements given up: newer ones took their place in the bounded queue, or their pull failed too often.
+    pub syncs_dropped: u64,
+    /// Imports that committed, by purpose: seed, reseed, sync, move (the rounds of a move each).
+    pub committed_by: [u64; 4],
+    /// Tokens these pulled.
+    pub imported_by: [u64; 4],
+    /// Hand-overs granted (MIG-1).
+    pub handed_over: u64,
+    /// Hand-overs answered `behind`.
+    pub handovers_behind: u64,
+    /// Hand-overs answered `busy`.
+    pub handovers_busy: u64,
+    /// Sessions taken over from another owner.
+    pub taken_over: u64,
+    /// Hand-over answers that came too late and were discarded (MIG-2).
+    pub answers_too_old: u64,
+    /// Moves withdrawn for a router (MIG-2).
+    pub withdrawn: u64,
+    /// Turns aborted because their session was granted elsewhere (SES-4).
+    pub superseded_turns: u64,
+    /// Sessions of which this worker learned that it no longer owns them.
+    pub lost: u64,
 }
 
 impl Counters {
@@ -62,6 +95,19 @@ impl Counters {
     /// Refusals with this reason: admissions, arrivals, leases and imports together.
     pub fn refusals(&self, reason: Reason) -> u64 {
         self.refusals[reason as usize]
+    }
+
+    pub(super) fn imported(&mut self, purpose: Purpose, tokens: u32) {
+        self.imports_committed += 1;
+        self.imported_tokens += u64::from(tokens);
+        let at = match purpose {
+            Purpose::Seed(_) => 0,
+            Purpose::Reseed(_) => 1,
+            Purpose::Sync => 2,
+            Purpose::Move(_) => 3,
+        };
+        self.committed_by[at] += 1;
+        self.imported_by[at] += u64::from(tokens);
     }
 
     pub(super) fn admitted(&mut self, mode: Mode) {
@@ -100,6 +146,21 @@ impl Default for Counters {
             revocations: 0,
             leases_expired: 0,
             flushes: 0,
+            announced: 0,
+            announcements: 0,
+            syncs: 0,
+            syncs_failed: 0,
+            syncs_dropped: 0,
+            committed_by: [0; 4],
+            imported_by: [0; 4],
+            handed_over: 0,
+            handovers_behind: 0,
+            handovers_busy: 0,
+            taken_over: 0,
+            answers_too_old: 0,
+            withdrawn: 0,
+            superseded_turns: 0,
+            lost: 0,
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::{
     },
 };
 
-use super::{Timer, Worker, change::is_stale, mutation::off};
+use super::{Timer, Worker, mutation::off};
 
 impl Worker {
     /// May this turn run here? The answer waits for nothing (ADM-11). A grant is idempotent by its request key; a
@@ -45,6 +45,7 @@ impl Worker {
             deadline_ms,
             resident_tokens: session.map_or(0, |s| s.resident()),
             epoch: session.and_then(|s| s.epoch()),
+            moved: session.filter(|_| reason == Some(Reason::Moved)).and_then(|s| s.moved()),
             incarnation: self.incarnation,
             load: self.load(Some(request.key.router)),
         }
@@ -56,7 +57,7 @@ impl Worker {
         let key = self.sessions.find(session);
         let held = key.and_then(|k| match self.sessions[k].state {
             SessionState::Admitted(id) | SessionState::Importing(_, id) => Some(id),
-            SessionState::Idle | SessionState::Waiting(_) | SessionState::Running(_) => None,
+            SessionState::Idle | SessionState::Waiting(_) | SessionState::Running(_) | SessionState::Syncing(_) => None,
         });
         let asked = match request.request {
             Some(asked) => {
@@ -117,11 +118,11 @@ impl Worker {
         if self.draining {
             return Err(Reason::Draining);
         }
-        let held = found.and_then(|k| self.sessions[k].placement);
-        if let (Some(held), Some(got)) = (held, request.placement)
-            && is_stale(held, got)
-        {
-            return Err(Reason::StaleEpoch);
+        if let Some(key) = found {
+            self.speaks(key, request.placement)?;
+            if self.sessions[key].is_idle() && self.sessions[key].yields.is_some_and(|until| now < until) {
+                return Err(Reason::SessionBusy);
+            }
         }
         let superseded = self.superseded(found, request)?;
         let growth = request.max_new_tokens.unwrap_or(self.config.clip).min(self.config.clip);
@@ -179,10 +180,12 @@ impl Worker {
             turn: None,
         });
         self.timers.insert((deadline, Timer::Reservation(id)));
+        self.give_way(session, now);
         self.touch(session, now);
+        self.own(session, request.placement);
         let record = &mut self.sessions[session];
         record.state = SessionState::Admitted(id);
-        record.placement = request.placement.or(record.placement);
+        record.backup = request.backup.clone().or(record.backup.take());
         self.refresh(session);
         self.counters.admitted(mode);
         id
@@ -193,7 +196,7 @@ impl Worker {
     fn superseded(&self, found: Option<Key>, request: &AdmitRequest) -> Result<Option<ReservationId>, Reason> {
         let Some(key) = found else { return Ok(None) };
         match self.sessions[key].state {
-            SessionState::Idle => Ok(None),
+            SessionState::Idle | SessionState::Syncing(_) => Ok(None),
             SessionState::Waiting(_) | SessionState::Running(_) => Err(Reason::SessionBusy),
             SessionState::Admitted(id) | SessionState::Importing(_, id) => {
                 let earlier = self.reservations.get(id).and_then(|r| r.key).is_some_and(|k| {

@@ -3,101 +3,205 @@
 use std::{sync::Arc, time::Duration};
 
 use crate::{
-    admission::{Charge, decide},
+    admission::{Charge, Reservation, decide},
     id::{ImportId, ReservationId, SessionId},
-    session::{Key, SessionState},
+    session::{Key, Session, SessionState},
     time::Now,
-    transfer::{Import, ImportPhase, import::Offer},
+    transfer::{Import, ImportPhase, Purpose, import::Offer},
     wire::{
-        admit::{ImportRequest, Mode},
+        admit::{ImportRequest, Mode, Source},
         reason::{Reason, Refusal},
     },
 };
 
-use super::{Dropped, Effect, Identity, Timer, Token, Worker, mutation::off};
+use super::{
+    Dropped, Effect, Have, LeaseGrant, LeaseKind, Timer, Token, Worker, change::stale_text, mutation::off,
+};
 
 impl Worker {
-    /// Starts an import under a live seed or reseed grant.
+    /// Starts an import; [`ImportRequest`] says which of its four kinds.
     pub fn import(&mut self, session: &SessionId, request: &ImportRequest, now: Now) -> Result<ImportId, Refusal> {
         if request.incarnation == self.incarnation {
             return Err(self.refusal(Reason::ImportFromSelf, "the peer is this process"));
         }
+        match (request.reservation, request.source) {
+            (Some(id), Source::Prefill) => self.import_for_turn(session, request, Purpose::Seed(id), now),
+            (Some(id), Source::Replica) => self.import_for_turn(session, request, Purpose::Reseed(id), now),
+            (Some(_), Source::Owner) => {
+                Err(self.refusal(Reason::BadRequest, "reservation: a move has a charge of its own"))
+            }
+            (None, Source::Owner) => self.import_for_move(session, request, now),
+            (None, Source::Replica) => self.import_replica(session, request, now),
+            (None, Source::Prefill) => Err(self.refusal(Reason::BadRequest, "reservation is missing")),
+        }
+    }
+
+    fn import_for_turn(
+        &mut self,
+        session: &SessionId,
+        request: &ImportRequest,
+        purpose: Purpose,
+        now: Now,
+    ) -> Result<ImportId, Refusal> {
         let Some(key) = self.sessions.find(session) else {
             return Err(self.refusal(Reason::UnknownSession, format!("session {session}")));
         };
-        let mode = self
-            .reservations
-            .get(request.reservation)
-            .filter(|r| r.session == key)
+        let reservation = purpose.reservation();
+        let mode = reservation
+            .and_then(|id| self.reservations.get(id))
+            .filter(|r| r.session == key && r.key.is_some())
             .map(|r| r.mode);
         match self.sessions[key].state {
-            SessionState::Admitted(id) if id == request.reservation && mode.is_some() => {}
-            SessionState::Importing(_, id) if id == request.reservation && mode.is_some() => {
+            SessionState::Admitted(id) if Some(id) == reservation && mode.is_some() => {}
+            SessionState::Importing(_, id) if Some(id) == reservation && mode.is_some() => {
                 return Err(self.refusal(Reason::ImportRunning, format!("reservation {id}")));
             }
             _ => {
-                let message = format!("reservation {} is not live", request.reservation);
-                return Err(self.refusal(Reason::UnknownReservation, message));
+                let id = reservation.unwrap_or_default();
+                return Err(self.refusal(Reason::UnknownReservation, format!("reservation {id} is not live")));
             }
         }
         if mode == Some(Mode::Direct) {
             return Err(self.refusal(Reason::BadRequest, "reservation: a direct grant imports nothing"));
         }
-        self.check_placement(Some(key), Some(request.placement))?;
+        if let Err(code) = self.speaks(key, Some(request.placement)) {
+            return Err(self.refusal(code, format!("session {session}")));
+        }
+        self.own(key, Some(request.placement));
+        Ok(self.begin_import(key, request, purpose, now))
+    }
+
+    /// MIG-1: the peer stays the owner, and the number pending, until it hands over. The move has a charge of its own.
+    fn import_for_move(&mut self, id: &SessionId, request: &ImportRequest, now: Now) -> Result<ImportId, Refusal> {
+        if self.draining {
+            return Err(self.refusal(Reason::Draining, "this worker takes no sessions"));
+        }
+        let found = self.sessions.find(id);
+        if let Some(session) = found.map(|k| &self.sessions[k]) {
+            let withdrawn = session.floor.is_some_and(|f| request.placement.n <= f.n) && !off!(WithdrawnForGood);
+            let held = session.placement.filter(|held| request.placement.n <= held.n);
+            if let Some(held) = held.or(session.floor.filter(|_| withdrawn)) {
+                let got = request.placement;
+                return Err(self.refusal(Reason::StaleEpoch, stale_text(held, got)));
+            }
+            match session.state {
+                SessionState::Idle | SessionState::Syncing(_) => {}
+                SessionState::Importing(..) => {
+                    return Err(self.refusal(Reason::ImportRunning, format!("session {id}")));
+                }
+                SessionState::Admitted(_) | SessionState::Waiting(_) | SessionState::Running(_) => {
+                    return Err(self.refusal(Reason::SessionBusy, format!("session {id} has a turn here")));
+                }
+            }
+        }
+        let key = self.sessions.find_or_insert(id, now);
+        self.give_way(key, now);
+        let charge = Charge::default();
+        self.ledger.open(charge);
+        let reservation = self.reservations.insert(Reservation {
+            session: key,
+            key: None,
+            mode: Mode::Reseed,
+            growth: 0,
+            charge,
+            deadline: None,
+            turn: None,
+        });
+        Ok(self.begin_import(key, request, Purpose::Move(reservation), now))
+    }
+
+    /// The peer is asked for a lease.
+    pub(super) fn begin_import(&mut self, key: Key, request: &ImportRequest, purpose: Purpose, now: Now) -> ImportId {
         let id = ImportId(self.next_import);
         self.next_import += 1;
         let deadline = now + Duration::from_millis(u64::from(request.deadline_ms));
         self.timers.insert((deadline, Timer::Import(id)));
         let (peer, incarnation, placement) = (request.peer.clone(), request.incarnation, request.placement);
         let phase = ImportPhase::Leasing;
-        let reservation = request.reservation;
         let import = Import {
             session: key,
-            reservation,
+            purpose,
             peer,
             incarnation,
             placement,
+            have: None,
+            pulled_before: 0,
             deadline,
             phase,
         };
         self.imports.insert(id, import);
-        let record = &mut self.sessions[key];
-        record.state = SessionState::Importing(id, reservation);
-        record.placement = Some(placement);
+        self.sessions[key].state = match purpose.reservation() {
+            Some(reservation) => SessionState::Importing(id, reservation),
+            None => SessionState::Syncing(id),
+        };
         self.refresh(key);
-        self.renew_reservation(reservation, now);
+        self.renew_charge(purpose, now);
         self.counters.imports += 1;
-        let (session, peer) = (session.clone(), request.peer.clone());
-        self.effects.push_back(Effect::OpenLease {
-            import: id,
-            session,
-            peer,
-            incarnation,
-            placement,
-        });
-        Ok(id)
+        self.open_lease(id, true);
+        id
     }
 
-    /// The peer has granted a lease on `tokens`. The next poll asks the engine for pages. More tokens than were charged
-    /// must fit, or the import is over (ADM-14).
-    pub fn lease_granted(&mut self, id: ImportId, identity: Identity, tokens: Arc<[Token]>, share: u32, now: Now) {
-        let Some(import) = self.imports.get_mut(&id) else {
+    /// Asks the peer for a lease; `short`: what this worker holds need not be repeated.
+    pub(super) fn open_lease(&mut self, id: ImportId, short: bool) {
+        let Some(import) = self.imports.get_mut(&id) else { return };
+        let session = &mut self.sessions[import.session];
+        let doomed = session.doomed;
+        // A prefill's prompt has no digest yet; and its copy here is the one before that turn.
+        let short = short && import.purpose.lease() != LeaseKind::Follow;
+        import.have = session.copy.as_mut().filter(|c| short && !doomed && !c.is_empty()).map(|c| {
+            let tokens = c.len();
+            let digest = c.digest(tokens);
+            Have { tokens, digest }
+        });
+        import.phase = ImportPhase::Leasing;
+        self.effects.push_back(Effect::OpenLease {
+            import: id,
+            session: session.id.clone(),
+            peer: import.peer.clone(),
+            incarnation: import.incarnation,
+            placement: import.placement,
+            kind: import.purpose.lease(),
+            have: import.have,
+        });
+    }
+
+    /// The peer has granted a lease. The next poll asks the engine for pages. More tokens than were charged must fit, or
+    /// the import is over (ADM-14).
+    pub fn lease_granted(&mut self, id: ImportId, grant: LeaseGrant, now: Now) {
+        let Some(import) = self.imports.get(&id) else {
             return;
         };
         if !matches!(import.phase, ImportPhase::Leasing) {
             return;
         }
+        let (key, purpose, had) = (import.session, import.purpose, import.have);
+        let Some(tokens) = self.whole_range(key, had, &grant) else {
+            if had.is_some() {
+                // The copy changed meanwhile (the engine took it): ask for all ids.
+                self.effects.push_back(Effect::EndLease { import: id });
+                self.open_lease(id, false);
+            } else {
+                let why = Refusal::new(Reason::TransferFailed, "the peer left out tokens that this worker lacks");
+                self.drop_import(id, why, now);
+            }
+            return;
+        };
+        let LeaseGrant {
+            identity, share, epoch, ..
+        } = grant;
         let offer = Offer {
+            epoch,
             identity,
             tokens,
             share,
         };
-        let (key, reservation) = (import.session, import.reservation);
         if offer.is_empty() {
             self.drop_import(id, Refusal::new(Reason::NotResident, "the peer offers no token"), now);
             return;
         }
-        if let Err(why) = self.charge_offer(key, &offer, reservation) {
+        if let Some(reservation) = purpose.reservation()
+            && let Err(why) = self.charge_offer(key, &offer, reservation)
+        {
             self.drop_import(id, why, now);
             return;
         }
@@ -105,8 +209,22 @@ impl Worker {
             import.phase = ImportPhase::Granted(offer);
         }
         self.ready.push_back(id);
-        self.renew_reservation(reservation, now);
+        self.renew_charge(purpose, now);
         self.effects.push_back(Effect::Wake);
+    }
+
+    /// All token ids of a grant: what it did not repeat is this worker's own, if that is still what it said it had.
+    fn whole_range(&mut self, key: Key, had: Option<Have>, grant: &LeaseGrant) -> Option<Arc<[Token]>> {
+        if grant.after == 0 {
+            return Some(grant.tokens.clone());
+        }
+        let had = had.filter(|h| h.tokens == grant.after)?;
+        let copy = self.sessions[key].copy.as_mut().filter(|c| c.len() >= had.tokens)?;
+        if copy.identity != grant.identity || copy.digest(had.tokens) != had.digest {
+            return None;
+        }
+        let kept = &copy.tokens[..had.tokens as usize];
+        Some(kept.iter().chain(grant.tokens.iter()).copied().collect())
     }
 
     /// `pulled` tokens have arrived: a sign of life.
@@ -114,12 +232,12 @@ impl Worker {
         let Some(import) = self.imports.get_mut(&id) else {
             return;
         };
-        let reservation = import.reservation;
+        let purpose = import.purpose;
         if let ImportPhase::Pulling(landing) = &mut import.phase {
             let pulled = pulled.min(landing.total());
             if pulled > landing.pulled {
                 landing.pulled = pulled;
-                self.renew_reservation(reservation, now);
+                self.renew_charge(purpose, now);
             }
         }
     }
@@ -129,12 +247,12 @@ impl Worker {
         let Some(import) = self.imports.get_mut(&id) else {
             return;
         };
-        let reservation = import.reservation;
+        let purpose = import.purpose;
         match std::mem::replace(&mut import.phase, ImportPhase::Leasing) {
             ImportPhase::Pulling(mut landing) => {
                 landing.pulled = landing.total();
                 import.phase = ImportPhase::Confirming(landing);
-                self.renew_reservation(reservation, now);
+                self.renew_charge(purpose, now);
                 self.effects.push_back(Effect::Confirm { import: id });
             }
             other => import.phase = other,
@@ -146,12 +264,12 @@ impl Worker {
         let Some(import) = self.imports.get_mut(&id) else {
             return;
         };
-        let reservation = import.reservation;
+        let purpose = import.purpose;
         match std::mem::replace(&mut import.phase, ImportPhase::Leasing) {
             ImportPhase::Confirming(landing) => {
                 import.phase = ImportPhase::Confirmed(landing);
                 self.ready.push_back(id);
-                self.renew_reservation(reservation, now);
+                self.renew_charge(purpose, now);
                 self.effects.push_back(Effect::EndLease { import: id });
                 self.effects.push_back(Effect::Wake);
             }
@@ -187,7 +305,8 @@ impl Worker {
             self.effects.push_back(Effect::FenceImport { import: id });
         }
         self.effects.push_back(Effect::EndLease { import: id });
-        self.counters.refused(why.code);
+        let code = why.code;
+        self.counters.refused(code);
         self.effects.push_back(Effect::ImportDone {
             import: id,
             outcome: Err(why),
@@ -195,6 +314,8 @@ impl Worker {
         let session = import.session;
         match import.phase {
             ImportPhase::Leasing | ImportPhase::Granted(_) => {}
+            // The complete copy stays, as a replica, and is free again.
+            ImportPhase::HandingOver(_) => self.dropped.push(Dropped { session, landing: None }),
             // `landed` will find the import gone and give everything back.
             ImportPhase::Landing { .. } => self.dropped.push(Dropped { session, landing: None }),
             ImportPhase::Pulling(mut l)
@@ -210,27 +331,48 @@ impl Worker {
                 self.effects.push_back(Effect::Wake);
             }
         }
-        self.set_landed(Some(import.reservation), 0);
-        self.import_over(session, id, now);
+        self.set_landed(import.purpose.reservation(), 0);
+        self.import_over(session, id, import.purpose, now);
+        if import.purpose == Purpose::Sync {
+            self.sync_failed(session, code, now);
+        }
+        self.wake_for_wishes();
         true
     }
 
-    /// The session goes back to its grant, if that lives, or to idle.
-    pub(super) fn import_over(&mut self, key: Key, id: ImportId, now: Now) {
+    /// The session goes back to its grant, if that lives, or to idle; a move's own charge ends.
+    pub(super) fn import_over(&mut self, key: Key, id: ImportId, purpose: Purpose, now: Now) {
+        if let Purpose::Move(reservation) = purpose {
+            self.end_reservation(reservation);
+        }
         let Some(session) = self.sessions.get_mut(key) else {
             return;
         };
-        if let SessionState::Importing(current, reservation) = session.state
-            && current == id
-        {
-            let live = self.reservations.get(reservation).is_some();
-            session.state = if live {
-                SessionState::Admitted(reservation)
-            } else {
-                SessionState::Idle
-            };
+        match session.state {
+            SessionState::Importing(current, reservation) if current == id => {
+                let live = self.reservations.get(reservation).is_some();
+                session.state = if live {
+                    SessionState::Admitted(reservation)
+                } else {
+                    SessionState::Idle
+                };
+                self.renew_reservation(reservation, now);
+            }
+            SessionState::Syncing(current) if current == id => session.state = SessionState::Idle,
+            _ => return,
+        }
+        self.refresh(key);
+        // A move or a sync that came to nothing leaves no trace of a session that was not known before.
+        let unknown = |s: &Session| s.is_bare() && s.placement.is_none() && s.floor.is_none();
+        if !matches!(purpose, Purpose::Seed(_) | Purpose::Reseed(_)) && self.sessions.get(key).is_some_and(unknown) {
+            self.forget(key);
+        }
+    }
+
+    /// A sign of life for the grant that an import serves.
+    pub(super) fn renew_charge(&mut self, purpose: Purpose, now: Now) {
+        if let Some(reservation) = purpose.reservation() {
             self.renew_reservation(reservation, now);
-            self.refresh(key);
         }
     }
 

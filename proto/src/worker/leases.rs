@@ -4,14 +4,15 @@ use std::sync::Arc;
 
 use crate::{
     id::{LeaseId, Placement, TurnId},
-    session::{Key, Phase, SessionState},
+    session::{Key, Phase, SessionState, Started},
     time::Now,
     transfer::Lease,
     wire::reason::{Reason, Refusal},
 };
 
 use super::{
-    Effect, Identity, LeaseAnswer, LeaseGrant, LeaseRequest, LeaseView, Timer, Token, Worker, change::is_stale,
+    Effect, Have, Identity, LeaseAnswer, LeaseGrant, LeaseKind, LeaseRequest, LeaseView, Timer, Token, Worker,
+    change::{is_stale, stale_text},
     mutation::off,
 };
 
@@ -25,25 +26,45 @@ struct Range {
 }
 
 impl Worker {
-    /// A peer asks to read a session from token 0, under the placement its router has taken. The placement is not here
-    /// yet: `Wait`, for its turn may still be on its way (DISP-3). A running or waiting turn is followed: the grant
-    /// carries the whole prompt, the view grows with its prefill (XFER-4).
+    /// A peer asks to read a session from token 0; [`LeaseKind`] says what for. `Wait`: the turn it is about is still on
+    /// its way, or one that it ends still runs.
     pub fn lease(&mut self, request: &LeaseRequest, now: Now) -> Result<LeaseAnswer, Refusal> {
         if request.incarnation != self.incarnation && !off!(StaleIncarnation) {
             let message = format!("held {}, got {}", self.incarnation, request.incarnation);
             return Err(self.refusal(Reason::StaleIncarnation, message));
         }
-        let Some(key) = self.sessions.find(&request.session) else {
-            return Ok(LeaseAnswer::Wait);
+        let name = &request.session;
+        let found = self.sessions.find(name);
+        let (key, range) = match (request.kind, found) {
+            (LeaseKind::Follow, None) => return Ok(LeaseAnswer::Wait),
+            (LeaseKind::Follow, Some(key)) => {
+                self.check_placement(Some(key), Some(request.placement))?;
+                // The placement is not here yet: its turn may still be on its way (DISP-3).
+                if self.sessions[key].placement.is_none_or(|held| is_stale(request.placement, held)) {
+                    return Ok(LeaseAnswer::Wait);
+                }
+                (key, self.readable_range(key))
+            }
+            (_, None) => return Err(self.refusal(Reason::UnknownSession, format!("session {name}"))),
+            (kind, Some(key)) => {
+                self.check_kind(key, kind, request.placement)?;
+                if kind == LeaseKind::Replica {
+                    if self.sessions[key].placement != Some(request.placement) {
+                        self.supersede(key, request.placement, now);
+                    }
+                    if self.sessions[key].turn().is_some() {
+                        return Ok(LeaseAnswer::Wait);
+                    }
+                }
+                (key, self.committed_range(key))
+            }
         };
-        self.check_placement(Some(key), Some(request.placement))?;
-        let here = |held: &Placement| !is_stale(request.placement, *held);
-        let Some(placement) = self.sessions[key].placement.filter(here) else {
-            return Ok(LeaseAnswer::Wait);
-        };
-        let Some(range) = self.readable_range(key) else {
-            let message = format!("session {} holds no committed KV here", request.session);
+        let Some(range) = range else {
+            let message = format!("session {name} holds no committed KV here");
             return Err(self.refusal(Reason::NotResident, message));
+        };
+        let Some(epoch) = self.sessions[key].epoch() else {
+            return Err(self.refusal(Reason::NotOwner, format!("session {name} was never placed")));
         };
         let dies = now + self.config.lease_max;
         let expires = (now + self.config.lease).min(dies);
@@ -56,23 +77,56 @@ impl Worker {
             dies,
         });
         self.timers.insert((expires, Timer::Lease(lease)));
-        let session = &mut self.sessions[key];
-        session.leases.push(lease);
-        let epoch = crate::id::Epoch {
-            placement,
-            rewind: session.rewind,
-        };
+        self.sessions[key].leases.push(lease);
         self.refresh(key);
         self.counters.leases += 1;
+        let after = request.have.map_or(0, |have| self.agreed(key, &range, have));
+        let tokens = match after {
+            0 => range.tokens,
+            _ => range.tokens[after as usize..].into(),
+        };
         Ok(LeaseAnswer::Granted(LeaseGrant {
             lease,
             epoch,
             identity: range.identity,
-            tokens: range.tokens,
+            after,
+            tokens,
             readable: range.readable.min(end),
             share: range.share,
             lives: self.config.lease,
         }))
+    }
+
+    /// Who may be told what is committed here, under which number (SES-4).
+    fn check_kind(&mut self, key: Key, kind: LeaseKind, got: Placement) -> Result<(), Refusal> {
+        self.check_placement(Some(key), Some(got))?;
+        let session = &self.sessions[key];
+        let (name, held, owner) = (session.id.clone(), session.placement, session.is_owner());
+        let moved = session.moved().is_some();
+        let stale = held.filter(|held| match kind {
+            LeaseKind::Replica => *held == got && owner,
+            LeaseKind::Sync => *held != got,
+            LeaseKind::Prepare => held.n >= got.n,
+            LeaseKind::Follow => false,
+        });
+        if let Some(held) = stale {
+            return Err(self.refusal(Reason::StaleEpoch, stale_text(held, got)));
+        }
+        match kind {
+            LeaseKind::Prepare if moved => Err(self.refusal(Reason::Moved, format!("session {name} was handed over"))),
+            LeaseKind::Prepare if !owner => Err(self.refusal(Reason::NotOwner, format!("session {name}"))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Tokens of what a peer holds that are the first of this range too.
+    fn agreed(&mut self, key: Key, range: &Range, have: Have) -> u32 {
+        let whole = u32::try_from(range.tokens.len()).unwrap_or(u32::MAX);
+        let copy = self.sessions[key].copy.as_mut().filter(|c| range.follows.is_none() && c.len() >= whole);
+        let same = copy.is_some_and(|copy| {
+            have.tokens <= whole && (copy.digest(have.tokens) == have.digest || off!(HaveDigest))
+        });
+        if same { have.tokens } else { 0 }
     }
 
     /// Slots of tokens from `from` that are readable by now; none while a prefill has not come that far.
@@ -168,7 +222,7 @@ impl Worker {
                 share: self.share_of(key, turn.id),
                 follows: Some(turn.id),
             }),
-            (SessionState::Idle | SessionState::Admitted(_), _, Some(copy)) if !session.doomed => Some(Range {
+            (SessionState::Idle | SessionState::Admitted(_) | SessionState::Syncing(_), _, Some(copy)) if !session.doomed => Some(Range {
                 tokens: copy.tokens.as_slice().into(),
                 identity: copy.identity.clone(),
                 readable: copy.readable,
@@ -177,6 +231,25 @@ impl Worker {
             }),
             _ => None,
         }
+        .filter(|r| !r.tokens.is_empty())
+    }
+
+    /// What is committed, also while a turn runs on it (OWN-5).
+    fn committed_range(&self, key: Key) -> Option<Range> {
+        let session = &self.sessions[key];
+        let copy = session.copy.as_ref().filter(|_| !session.doomed)?;
+        let committed = match session.turn().and_then(|id| self.turns.get(&id)).map(|t| t.phase) {
+            Some(Phase::Running(Started::Session { restored })) => restored,
+            Some(Phase::Running(Started::Tree { .. })) => 0,
+            Some(Phase::Waiting) | None => copy.len(),
+        };
+        Some(Range {
+            tokens: copy.tokens[..committed.min(copy.len()) as usize].into(),
+            identity: copy.identity.clone(),
+            readable: committed.min(copy.readable),
+            share: copy.shared,
+            follows: None,
+        })
         .filter(|r| !r.tokens.is_empty())
     }
 

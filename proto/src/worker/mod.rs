@@ -1,7 +1,8 @@
 //! The worker's state machine: sessions, admission, leases and imports of one engine process.
 //!
 //! Two callers. The *engine's scheduler thread* (through the shim) calls `arrive`, `turns`, `room` and `poll`; the
-//! module's own threads (listener, peer server, transfer engine) call `grants`, `imports`, `leases` and `views`.
+//! module's own threads (listener, peer server, transfer engine) call `grants`, `imports`, `leases`, `replica`, `handover`
+//! and `views`.
 //! `engine-ext` holds the machine behind one short lock, drains [`Effect`]s after every call and carries them out
 //! **before** it returns to the caller; that is what makes revoke → fence → free hold (XFER-2): pages in [`Frees`] reach
 //! the engine only after the fences.
@@ -14,6 +15,7 @@ mod arrive;
 mod change;
 pub mod counters;
 mod grants;
+mod handover;
 mod imports;
 mod leases;
 #[cfg(any(test, feature = "mutation"))]
@@ -21,6 +23,7 @@ pub mod mutation;
 #[cfg(not(any(test, feature = "mutation")))]
 pub(crate) mod mutation;
 mod poll;
+mod replica;
 mod room;
 #[cfg(test)]
 mod tests;
@@ -48,6 +51,8 @@ pub struct Worker {
     config: WorkerConfig,
     incarnation: Incarnation,
     draining: bool,
+    /// Sessions handed over since the drain began.
+    drained: u64,
 
     sessions: Sessions,
     turns: HashMap<TurnId, Turn>,
@@ -56,6 +61,10 @@ pub struct Worker {
     reservations: Reservations,
     leases: Leases,
     imports: HashMap<ImportId, Import>,
+    /// Sessions with an announcement to be pulled, the most recently active last (SYNC-1).
+    wishes: BTreeSet<(u64, Key)>,
+    /// Turns that lost their placement: the next poll has the engine end them (SES-4).
+    aborts: Vec<TurnId>,
 
     /// Own tokens the engine may take from copies; the sum of the sessions' marks.
     evictable: u32,
@@ -107,6 +116,10 @@ enum Timer {
     Reservation(ReservationId),
     Import(ImportId),
     Lease(LeaseId),
+    /// A move asks for the hand-over again.
+    Handover(ImportId),
+    /// A failed sync is tried again.
+    Sync,
 }
 
 impl Worker {
@@ -120,6 +133,7 @@ impl Worker {
             config,
             incarnation,
             draining: false,
+            drained: 0,
             sessions: Sessions::default(),
             turns: HashMap::new(),
             order: EvictOrder::default(),
@@ -127,6 +141,8 @@ impl Worker {
             reservations: Reservations::new(first),
             leases: Leases::new(first),
             imports: HashMap::new(),
+            wishes: BTreeSet::new(),
+            aborts: Vec::new(),
             evictable: 0,
             pinned: 0,
             landing: 0,
@@ -175,6 +191,8 @@ impl Worker {
                     self.counters.leases_expired += 1;
                     self.revoke(id);
                 }
+                Timer::Handover(id) => self.ask_handover(id),
+                Timer::Sync => self.pump(now),
             }
         }
     }
@@ -194,8 +212,11 @@ impl Worker {
         self.incarnation
     }
 
-    /// ADM-12.
+    /// ADM-12, MIG-4.
     pub fn set_draining(&mut self, draining: bool) {
+        if draining && !self.draining {
+            self.drained = 0;
+        }
         self.draining = draining;
     }
 

@@ -63,6 +63,22 @@ mod switch {
         StaleIncarnation,
         /// SES-4: a message of an older placement is refused.
         StalePlacement,
+        /// MIG-1: only a copy equal to the owner's is handed over to.
+        HandoverEqual,
+        /// MIG-1: only an idle session is handed over.
+        HandoverIdle,
+        /// MIG-1: an owner that has handed over refuses turns.
+        MovedRefuses,
+        /// MIG-2: a hand-over answer older than the deadline is discarded.
+        HandoverAge,
+        /// MIG-2: a withdrawn number is never owned later.
+        WithdrawnForGood,
+        /// SES-4: an announcement of an older placement is refused.
+        AnnounceEpoch,
+        /// SYNC-1: token ids are left out only where the digests agree.
+        HaveDigest,
+        /// SES-4: a copy kept for another owner runs no turn under that owner's placement.
+        ReplicaRefuses,
     }
 
     thread_local! {

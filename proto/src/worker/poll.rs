@@ -4,10 +4,10 @@
 use crate::{
     block::{self, Table},
     id::{ImportId, PrefixHandle},
-    session::{Copy, Hold, Key, evict::Class, history},
+    session::{Chain, Copy, Hold, Key, evict::Class, history},
     time::Now,
     transfer::{
-        ImportPhase,
+        ImportPhase, Purpose,
         import::{Landing, Offer},
     },
     wire::reason::{Reason, Refusal},
@@ -17,10 +17,14 @@ use super::{Command, Effect, Frees, ImportDone, Load, Snapshot, Timer, Worker, m
 
 impl Worker {
     /// Takes the engine's numbers in and hands out what its thread has to do now.
-    pub fn poll(&mut self, snapshot: &Snapshot, _now: Now) -> Vec<Command> {
+    pub fn poll(&mut self, snapshot: &Snapshot, now: Now) -> Vec<Command> {
         self.publish(snapshot);
+        self.pump(now);
         let mut frees = Frees::default();
-        let mut commands = Vec::new();
+        let mut commands: Vec<_> = std::mem::take(&mut self.aborts)
+            .into_iter()
+            .map(|turn| Command::Abort { turn })
+            .collect();
         for dropped in std::mem::take(&mut self.dropped) {
             if let Some(copy) = self.sessions.get_mut(dropped.session).and_then(|s| s.copy.as_mut())
                 && copy.hold == Hold::Landing
@@ -96,7 +100,7 @@ impl Worker {
         let Some(found) = self.imports.get_mut(&import) else {
             return give_back(pages, prefix);
         };
-        let (key, reservation) = (found.session, found.reservation);
+        let (key, purpose) = (found.session, found.purpose);
         let (offer, held) = match std::mem::replace(&mut found.phase, ImportPhase::Leasing) {
             ImportPhase::Landing { offer, held } => (offer, held),
             other => {
@@ -121,7 +125,7 @@ impl Worker {
         self.landing += allocated;
         let locked = if tree { have } else { 0 };
         self.ledger.landed(allocated + locked);
-        self.set_landed(Some(reservation), allocated + locked);
+        self.set_landed(purpose.reservation(), allocated + locked);
         let landed = pages.slots(0, offer.len() - from);
         let landing = Landing {
             offer,
@@ -136,7 +140,7 @@ impl Worker {
             return frees;
         };
         found.phase = ImportPhase::Pulling(landing);
-        self.renew_reservation(reservation, now);
+        self.renew_charge(purpose, now);
         if landed.is_empty() {
             self.pulled(import, now);
         } else {
@@ -203,16 +207,16 @@ impl Worker {
         frees
     }
 
-    /// The import is the session's KV from here on; the session waits for its turn (ADM-10).
+    /// The import is the session's KV from here on; the session waits for its turn (ADM-10), or for the hand-over that
+    /// makes it this worker's (MIG-1).
     pub fn import_committed(&mut self, import: ImportId, now: Now) {
-        let Some(found) = self.imports.remove(&import) else {
+        let Some(mut found) = self.imports.remove(&import) else {
             return;
         };
         let ImportPhase::Committing(landing) = found.phase else {
             self.imports.insert(import, found);
             return;
         };
-        self.timers.remove(&(found.deadline, Timer::Import(import)));
         let page = self.config.page_tokens;
         let key = found.session;
         self.landing -= landing.pages.len() * page;
@@ -235,6 +239,7 @@ impl Worker {
                 Copy {
                     identity,
                     tokens: Vec::new(),
+                    chain: Chain::default(),
                     table,
                     shared,
                     prefix,
@@ -245,20 +250,45 @@ impl Worker {
         };
         let own = copy.own(page);
         let tokens = landing.offer.tokens.to_vec();
-        session.copy = Some(Copy {
+        let mut copy = Copy {
             tokens,
             readable: resident,
             hold: Hold::Free,
             ..copy
-        });
+        };
+        // What the older copy held is the same; nothing is known of what lies behind it.
+        copy.chain.cut(landing.from);
+        session.copy = Some(copy);
         session.changed = polls;
-        self.set_landed(Some(found.reservation), own.saturating_sub(before));
-        self.counters.imports_committed += 1;
-        self.counters.imported_tokens += u64::from(pulled);
-        self.touch(key, now);
-        self.import_over(key, import, now);
+        self.set_landed(found.purpose.reservation(), own.saturating_sub(before));
+        self.counters.imported(found.purpose, pulled);
+        let epoch = landing.offer.epoch;
+        let pulled = found.pulled_before.saturating_add(pulled);
+        match found.purpose {
+            Purpose::Seed(_) | Purpose::Reseed(_) => self.touch(key, now),
+            Purpose::Sync => self.follows(key, epoch),
+            Purpose::Move(_) => {
+                self.follows(key, epoch);
+                found.pulled_before = pulled;
+                found.phase = ImportPhase::HandingOver(epoch);
+                if let Some(copy) = &mut self.sessions[key].copy {
+                    copy.hold = Hold::Landing;
+                }
+                self.imports.insert(import, found);
+                self.touch(key, now);
+                self.refresh(key);
+                self.ask_handover(import);
+                return;
+            }
+        }
+        self.timers.remove(&(found.deadline, Timer::Import(import)));
+        self.import_over(key, import, found.purpose, now);
         let outcome = Ok(ImportDone { resident, pulled });
         self.effects.push_back(Effect::ImportDone { import, outcome });
+        if found.purpose == Purpose::Sync {
+            self.synced(key, epoch, resident, now);
+        }
+        self.wake_for_wishes();
     }
 
     /// Of an offer, the tokens that the session's own copy already holds and that stay: common prefix, whole pages.
@@ -305,7 +335,7 @@ impl Worker {
     fn room(&self, snapshot: &Snapshot, frees: &Frees, commands: &[Command]) -> u32 {
         let dropped = commands.iter().map(|c| match c {
             Command::Drop { frees, .. } => frees.slots.len(),
-            Command::Free(_) | Command::Land { .. } | Command::Commit { .. } => 0,
+            Command::Free(_) | Command::Land { .. } | Command::Commit { .. } | Command::Abort { .. } => 0,
         });
         let pages = u32::try_from(frees.slots.len() + dropped.sum::<usize>()).unwrap_or(u32::MAX);
         let freed = pages.saturating_mul(self.config.page_tokens);

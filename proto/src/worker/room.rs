@@ -144,12 +144,14 @@ impl Worker {
                 return true;
             }
             SessionState::Admitted(id) | SessionState::Importing(_, id) => self.give_up(id, Reason::Cancelled, now),
+            SessionState::Syncing(_) => self.give_way(key, now),
             SessionState::Idle => {}
         }
+        self.unwish(key);
         let Some(session) = self.sessions.get_mut(key) else {
             return false;
         };
-        let committing = matches!(session.state, SessionState::Importing(..));
+        let committing = matches!(session.state, SessionState::Importing(..) | SessionState::Syncing(_));
         session.doomed = session.copy.is_some() || committing;
         if session.doomed {
             self.effects.push_back(Effect::Wake);
@@ -178,7 +180,7 @@ impl Worker {
                     import: id,
                     outcome: Err(why),
                 });
-                self.import_over(import.session, id, now);
+                self.import_over(import.session, id, import.purpose, now);
             }
         }
         self.ready.clear();

@@ -4,7 +4,7 @@ use crate::{
     admission::{Charge, decide},
     block,
     id::{PrefixHandle, TurnId},
-    session::{Copy, Hold, Key, Phase, SessionState, Started, TurnPrompt},
+    session::{Chain, Copy, Hold, Key, Phase, SessionState, Started, TurnPrompt},
     time::Now,
 };
 
@@ -201,7 +201,7 @@ impl Worker {
         copy.tokens.extend_from_slice(&output[..new]);
         copy.table.extend_from_row(committed.min(copy.len()), row);
         let committed = committed.min(copy.len()).min(copy.table.len() * page);
-        copy.tokens.truncate(committed as usize);
+        copy.truncate(committed);
         copy.tokens.shrink_to(copy.tokens.len() + copy.tokens.len() / 8 + 16);
         copy.table.cut(block::pages(committed, page), &mut frees.slots);
         copy.readable = committed;
@@ -218,6 +218,7 @@ impl Worker {
         self.end_turn(key, turn, now);
         self.keep_below_cap(key, &mut frees);
         self.close_if_doomed(key, &mut frees);
+        self.announce(key);
         frees
     }
 
@@ -329,6 +330,7 @@ impl Worker {
         self.sessions[key].copy = Some(Copy {
             identity,
             tokens,
+            chain: Chain::default(),
             table: block::Table::new(self.config.page_tokens),
             shared: 0,
             prefix: PrefixHandle::ROOT,
@@ -347,7 +349,7 @@ impl Worker {
         copy.table
             .cut(block::pages(restored, self.config.page_tokens), &mut frees.slots);
         if !off!(Restore) {
-            copy.tokens.truncate(restored as usize);
+            copy.truncate(restored);
         }
         copy.readable = restored;
         copy.hold = Hold::Free;
@@ -380,8 +382,12 @@ impl Worker {
         if let Some(copy) = session.copy.as_mut().filter(|c| matches!(c.hold, Hold::Claimed(_))) {
             copy.hold = Hold::Free;
         }
+        self.effects.push_back(Effect::Arrived {
+            session: session.id.clone(),
+        });
         self.touch(key, now);
         self.refresh(key);
+        self.wake_for_wishes();
     }
 
     /// Waiting again, uncharged until it runs (ADM-7).

@@ -71,6 +71,7 @@ impl Worker {
                 import: *id,
                 session_id: self.sessions[import.session].id.clone(),
                 peer: import.peer.clone(),
+                kind: import.purpose.name().into(),
                 phase: import.phase.name().into(),
                 pulled_tokens: import.phase.landing().map_or(0, |l| l.pulled),
                 total_tokens: match (import.phase.landing(), import.phase.offer()) {
@@ -87,9 +88,12 @@ impl Worker {
             readable: self.readable_under(held),
             expires_ms: u64::try_from(held.expires.since(now).as_millis()).unwrap_or(u64::MAX),
         });
+        let (sync_pending, sync_lag_tokens) = self.sync_lag();
         TransferList {
             imports,
             leases: leases.collect(),
+            sync_pending,
+            sync_lag_tokens,
         }
     }
 
@@ -153,7 +157,7 @@ impl Worker {
                 Hold::Landing => pinned += own,
                 Hold::Lent => {}
             }
-            let idle = session.state == crate::session::SessionState::Idle && session.leases.is_empty();
+            let idle = session.is_idle() && session.leases.is_empty();
             let counts = self.config.evict_idle && idle && copy.hold == Hold::Free && session.changed < self.polls;
             assert_eq!(
                 session.marks.reclaimable,
@@ -205,6 +209,9 @@ impl Worker {
         SessionView {
             session_id: session.id.clone(),
             state: session.state_name().into(),
+            standing: session.standing.view(),
+            moved: session.moved(),
+            backup: session.backup.clone(),
             committed: copy.map_or(0, |c| if running { restored } else { c.len() }),
             readable: copy.map_or(0, |c| c.readable),
             shared: copy.map_or(0, |c| c.shared),

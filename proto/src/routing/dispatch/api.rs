@@ -1,11 +1,11 @@
 //! The values that go in and out of a [`Dispatch`](super::Dispatch).
 
-use super::super::view::WorkerIndex;
+use super::super::{resident::Resident, view::WorkerIndex};
 use crate::{
-    id::{Epoch, RequestKey, SessionId},
+    id::{RequestKey, SessionId},
     time::Now,
     wire::{
-        admit::{AdmitAnswer, AdmitRequest, ImportRequest, Mode},
+        admit::{AdmitAnswer, AdmitRequest, ImportRequest, Mode, Source, WithdrawAnswer, WithdrawRequest},
         reason::Reason,
         turn::TurnTag,
     },
@@ -65,8 +65,14 @@ impl From<Mode> for ExecutionMode {
 /// What the front does next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Ask every worker that takes turns what it holds of the session (ROUTE-9) → [`Event::Residents`].
-    Ask(SessionId),
+    /// `GET /kvc/v1/sessions/{id}` at each: what they hold of a session this router does not know (ROUTE-9) →
+    /// [`Event::Residents`].
+    Ask {
+        /// The session.
+        session: SessionId,
+        /// At whom, at once.
+        workers: Vec<WorkerIndex>,
+    },
     /// `POST /admit_direct_append` → [`Event::Answer`] or [`Event::Unreachable`].
     Probe {
         /// At whom.
@@ -74,9 +80,27 @@ pub enum Effect {
         /// The body.
         request: Box<AdmitRequest>,
     },
-    /// DISP-3: prefill on one worker while the other imports → [`Event::Imported`], [`Event::ImportFailed`] or
-    /// [`Event::PrefillFailed`]. After the last the import is abandoned by closing its connection.
-    PrefillAndImport(Box<Handover>),
+    /// `GET /kvc/v1/sessions/{id}` at each: those believed to hold KV of a session that is reseeded (SYNC-2) →
+    /// [`Event::Located`].
+    Locate {
+        /// The session.
+        session: SessionId,
+        /// At whom, at once.
+        workers: Vec<WorkerIndex>,
+    },
+    /// `POST /kvc/v1/sessions/{id}/withdraw`: the target of a move is asked before another placement is made (MIG-2) →
+    /// [`Event::Withdrawn`], [`Event::WithdrawRefused`] or [`Event::Unreachable`].
+    Withdraw {
+        /// The pending target.
+        worker: WorkerIndex,
+        /// The session.
+        session: SessionId,
+        /// The body.
+        request: WithdrawRequest,
+    },
+    /// DISP-3, SYNC-2: the KV goes to the decode worker → [`Event::Imported`], [`Event::ImportFailed`] or, with a
+    /// prefill, [`Event::PrefillFailed`]. After the last the import is abandoned by closing its connection.
+    HandOver(Box<Handover>),
     /// Send the client's body to the worker's engine → [`Event::TurnRefused`], [`Event::Passed`],
     /// [`Event::Failed`], or [`Event::FirstByte`] and then [`Event::Completed`] or [`Event::Failed`].
     Run {
@@ -103,17 +127,29 @@ pub enum Effect {
     Refuse(Refused),
 }
 
-/// A seed or reseed: who computes, who imports.
+/// A seed or reseed: where the KV comes from and who imports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Handover {
-    /// Computes the prompt.
-    pub prefill: WorkerIndex,
-    /// The turn header of its request.
-    pub prefill_tag: TurnTag,
+    /// The session.
+    pub session: SessionId,
     /// Imports the KV.
     pub decode: WorkerIndex,
     /// The body of its import.
     pub import: ImportRequest,
+    /// Who computes the prompt meanwhile (DISP-3); none: the import's peer has committed all that is imported (SYNC-2).
+    pub prefill: Option<Prefill>,
+}
+
+/// The prefill side of a seed or reseed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prefill {
+    /// Computes the prompt.
+    pub worker: WorkerIndex,
+    /// The turn header of its request.
+    pub tag: TurnTag,
+    /// SYNC-2, SYNC-4: the body of an import that this worker makes first, so that it computes only what no reachable
+    /// worker holds. Its failure is no error.
+    pub refresh: Option<ImportRequest>,
 }
 
 /// An error answer.
@@ -132,11 +168,17 @@ pub enum Event {
     Residents(Vec<Resident>),
     /// The worker's answer to a probe.
     Answer(Box<AdmitAnswer>),
-    /// The probe got no answer.
+    /// What those asked hold; workers that did not answer are missing.
+    Located(Vec<Resident>),
+    /// The pending target's word.
+    Withdrawn(WithdrawAnswer),
+    /// The pending target refused to answer, typed.
+    WithdrawRefused(Reason),
+    /// The probe, or the pending target, gave no answer.
     Unreachable,
     /// The import has committed.
     Imported,
-    /// The import failed: the decode worker computes the prompt itself.
+    /// The import failed: the next source, or the decode worker computes the prompt itself.
     ImportFailed(Reason),
     /// The prefill worker failed before the import was done.
     PrefillFailed,
@@ -155,17 +197,6 @@ pub enum Event {
     Failed(Reason),
     /// The client went away.
     ClientGone,
-}
-
-/// One worker's knowledge of a session (ROUTE-9).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Resident {
-    /// Who.
-    pub worker: WorkerIndex,
-    /// Committed tokens held.
-    pub tokens: u32,
-    /// The session's epoch there.
-    pub epoch: Option<Epoch>,
 }
 
 /// How a dispatch ended.
@@ -196,6 +227,10 @@ pub struct Trace {
     pub chain: Vec<Reason>,
     /// Admission questions asked.
     pub probes: u32,
+    /// What the peer was from which the KV came, when an import served the turn.
+    pub source: Option<Source>,
+    /// Pending targets asked (MIG-2).
+    pub arbitrations: u32,
     /// When it began.
     pub started: Now,
     /// When the last execution began.

@@ -5,7 +5,7 @@ use crate::{
     id::{Epoch, Placement},
     routing::{Router, session::SessionStore},
     time::Now,
-    wire::{admit::ImportRequest, reason::Reason, turn::TurnTag},
+    wire::{admit::{ImportRequest, Source}, reason::Reason, turn::TurnTag},
 };
 
 impl Dispatch {
@@ -63,8 +63,9 @@ impl Dispatch {
             },
             decode: run.worker,
             import: ImportRequest {
-                reservation,
+                reservation: Some(reservation),
                 placement,
+                source: Source::Prefill,
                 peer: router.view.worker(prefill).peer().to_owned(),
                 incarnation,
                 deadline_ms: u32::try_from(router.config.import_deadline.as_millis()).unwrap_or(u32::MAX),

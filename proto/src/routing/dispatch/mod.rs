@@ -350,6 +350,7 @@ impl Dispatch {
             via,
             placement: sent,
             incarnation: router.view.worker(worker).incarnation(),
+            backup: None,
             key: self.key(),
             session_id: session,
         };

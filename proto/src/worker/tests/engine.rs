@@ -28,6 +28,11 @@ pub fn config(capacity: u32, page_tokens: u32) -> WorkerConfig {
         session_cap: capacity,
         lease: std::time::Duration::from_secs(5),
         lease_max: std::time::Duration::from_secs(60),
+        sync: true,
+        sync_imports: 2,
+        sync_deadline: Duration::from_secs(60),
+        handover_deadline: Duration::from_secs(2),
+        handover_hold: Duration::from_millis(20),
         remembered: 64,
     }
 }

@@ -582,8 +582,7 @@ impl World {
         let request = LeaseRequest {
             session: name(session),
             placement: placement(self.clients[session as usize].placement),
-            incarnation: Incarnation(7),
-        };
+            incarnation: Incarnation(7), kind: LeaseKind::Follow, have: None, };
         if let Ok(LeaseAnswer::Granted(grant)) = self.e.w.lease(&request, self.e.now) {
             let reader = super::engine::Reader {
                 tokens: grant.tokens,

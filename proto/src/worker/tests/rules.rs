@@ -19,8 +19,7 @@ pub(super) fn lease(e: &mut Engine, session: u8, n: u64) -> Result<LeaseId, Reas
     let request = LeaseRequest {
         session: name(session),
         placement: placed(n).unwrap(),
-        incarnation: Incarnation(7),
-    };
+        incarnation: Incarnation(7), kind: LeaseKind::Follow, have: None, };
     match e.w.lease(&request, e.now).map_err(|r| r.code)? {
         LeaseAnswer::Granted(grant) => {
             let reader = Reader {
@@ -509,8 +508,7 @@ fn an_older_placement_is_stale_everywhere() {
         let request = LeaseRequest {
             session: name(0),
             placement: wrong.unwrap(),
-            incarnation: Incarnation(7),
-        };
+            incarnation: Incarnation(7), kind: LeaseKind::Follow, have: None, };
         assert_eq!(e.w.lease(&request, e.now).unwrap_err().code, Reason::StaleEpoch);
     }
     assert_eq!(
