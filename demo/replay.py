@@ -2,7 +2,8 @@
 
 Called by scripts/demo.sh. One prefill worker, two decode workers (real SGLang on CPU with a tiny model) and the router serve
 the recorded agent sessions of demo/traces, all at once, each turn after the one before it. Then a plain SGLang server,
-without any cache, answers every prompt again. Exit status 0 means: every answer is the plain server's, token by token.
+without any cache, answers every prompt again. In a second act (moves.py) a live session is moved, a worker drained and
+restarted, another killed. Exit status 0 means: every answer is the plain server's, token by token.
 """
 
 import argparse
@@ -18,12 +19,13 @@ from threading import Event, Lock, Thread
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "engine"))
 
-from harness.engine import Engine, start_all  # noqa: E402
+from fleet import Fleet  # noqa: E402
 from harness.module import Worker  # noqa: E402
 from harness.oracle import Oracle  # noqa: E402
 from harness.process import StartError  # noqa: E402
 from harness.router import Router  # noqa: E402
 from harness.traces import Trace  # noqa: E402
+from moves import second_act  # noqa: E402
 
 THINK_MAX_S = 1.0
 
@@ -115,50 +117,47 @@ def main() -> int:
     ask.add_argument("--think", type=float, default=0.01, help=f"think-time factor; capped at {THINK_MAX_S} s")
     args = ask.parse_args()
     traces = [Trace.load(path, args.scale) for path in sorted((HERE / "traces").glob("*.json.gz"))]
-    run = Run(sum(len(t.turns) for t in traces))
-    append = 8192 // args.scale
-    print(
-        f"  {len(traces)} recorded sessions, {run.turns} turns; token counts / {args.scale}, think times / {1 / args.think:.0f}"
-    )
+    turns = sum(len(t.turns) for t in traces)
+    scales = f"token counts / {args.scale}, think times / {1 / args.think:.0f}"
+    print(f"  {len(traces)} recorded sessions, {turns} turns; {scales}")
     print("  starting 1 prefill and 2 decode workers, a plain server for comparison, and the router", flush=True)
-    plain = Engine("demo-plain", "plain", pool=65536)
-    prefill = Worker("demo-prefill", role="prefill", append=append, page=16, pool=32768)
-    decodes = [Worker(f"demo-decode{i}", role="decode", append=append, page=16, pool=10240, running=8) for i in (1, 2)]
-    engines: list[Engine] = [plain, prefill, *decodes]
-    router = Router("demo-router", [("prefill", prefill.url), *(("decode", d.url) for d in decodes)])
+    fleet = Fleet(append=8192 // args.scale)
     try:
-        start_all(*engines)
-        router.start()
-        print("  replaying", flush=True)
-        run.began = time.monotonic()
-        stop = Event()
-        reporter = Thread(target=report_while, args=(run, stop))
-        reporter.start()
-        try:
-            with ThreadPoolExecutor(len(traces)) as pool:
-                for future in [pool.submit(play, trace, router, run, args.think) for trace in traces]:
-                    future.result()
-        finally:
-            stop.set()
-            reporter.join()
-        workers = [prefill, *decodes]
-        forwarded = sum(f["forwarded"] for w in workers for f in w.forwards())
-        print("  asking the plain server for all answers", flush=True)
-        oracle = Oracle(plain)
-        for r in run.results:
-            oracle.tokens(r.prompt, r.tokens, plain.generate(r.prompt, n=len(r.tokens)).tokens, r.what)
-        same = len(run.results) - len(oracle.wrong)
-        table(run, workers, forwarded, same, oracle.ties)
-        for line in oracle.wrong[:5]:
+        fleet.start()
+        wrong = first_act(fleet, traces, Run(turns), args.think)
+        same, asked, more = second_act(fleet)
+        print(f"\n  tokens identical {same}/{asked}")
+        for line in [*wrong, *more][:5]:
             print(f"  differs: {line}")
-        return 0 if same == run.turns else 1
+        return 1 if wrong or same < asked else 0
     except StartError as error:
         print(error, file=sys.stderr)
         return 1
     finally:
-        router.stop()
-        for engine in engines:
-            engine.stop()
+        fleet.stop()
+
+
+def first_act(fleet: Fleet, traces: list[Trace], run: Run, think: float) -> list[str]:
+    """Replays the traces and shows the table; lines about answers that differ."""
+    print("  replaying", flush=True)
+    run.began = time.monotonic()
+    stop = Event()
+    reporter = Thread(target=report_while, args=(run, stop))
+    reporter.start()
+    try:
+        with ThreadPoolExecutor(len(traces)) as pool:
+            for future in [pool.submit(play, trace, fleet.router, run, think) for trace in traces]:
+                future.result()
+    finally:
+        stop.set()
+        reporter.join()
+    forwarded = fleet.computed()
+    print("  asking the plain server for all answers", flush=True)
+    oracle = Oracle(fleet.plain)
+    for r in run.results:
+        oracle.tokens(r.prompt, r.tokens, fleet.plain.generate(r.prompt, n=len(r.tokens)).tokens, r.what)
+    table(run, fleet.workers, forwarded, len(run.results) - len(oracle.wrong), oracle.ties)
+    return oracle.wrong
 
 
 if __name__ == "__main__":

@@ -8,23 +8,25 @@ from .module import Worker
 from .process import ROOT, Process, free_port
 
 BINARY = ROOT / "target" / "debug" / "kvc-router"
+RELEASE = ROOT / "target" / "release" / "kvc-router"
 
 
 class Router(Generate):
     """A `kvc-router` process. `workers`: (role, url)."""
 
-    def __init__(self, name: str, workers, flags=()):
+    def __init__(self, name: str, workers, flags=(), release: bool = False):
         self.name, self.port = name, free_port()
         self.http = Client(self.port)
         self.workers = list(workers)
-        self.command = [BINARY, "--listen", f"127.0.0.1:{self.port}"]
+        self.binary = RELEASE if release else BINARY
+        self.command = [self.binary, "--listen", f"127.0.0.1:{self.port}"]
         for role, url in self.workers:
             self.command += ["--worker", f"role={role},url={url}"]
         self.command += list(flags)
         self._process: Process | None = None
 
     def start(self) -> "Router":
-        assert BINARY.exists(), "build it first: cargo build -p kvc-router"
+        assert self.binary.exists(), "build it first: cargo build -p kvc-router"
         self._process = Process(self.name, self.command)
         self.process.wait_until(self.sees_all, 30)
         return self
