@@ -50,6 +50,8 @@ BAD_QUESTIONS = {
     "placement without store": {**GOOD, "placement": {"n": 1}},
     "unknown via": {**GOOD, "via": "teleport"},
     "incarnation no hex": {**GOOD, "incarnation": "zzzzzzzzzzzzzzzz"},
+    "backup without incarnation": {**GOOD, "backup": {"peer": "127.0.0.1:1"}},
+    "backup a text": {**GOOD, "backup": "127.0.0.1:1"},
 }
 
 
@@ -79,12 +81,22 @@ IMPORT = {
 }  # fmt: skip
 
 
+NO_GRANT = {k: v for k, v in IMPORT.items() if k != "reservation"}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         ("/kvc/v1/sessions/none/import", {}, 400),
         ("/kvc/v1/sessions/none/import", {**IMPORT, "peer": "nonsense"}, 400),
         ("/kvc/v1/sessions/none/import", IMPORT, 404),
+        ("/kvc/v1/sessions/none/import", {**IMPORT, "source": "thief"}, 400),
+        ("/kvc/v1/sessions/none/import", {**NO_GRANT, "source": "prefill"}, 400),
+        ("/kvc/v1/sessions/none/import", {**IMPORT, "source": "owner"}, 400),
+        ("/kvc/v1/sessions/none/withdraw", {}, 400),
+        ("/kvc/v1/sessions/none/withdraw", {"placement": {"n": 1, "store": "0" * 16}, "incarnation": "0" * 16}, 409),
+        ("/kvc/v1/drain", {"deadline_ms": -1}, 400),
+        ("/kvc/v1/drain", {"draining": "yes"}, 400),
         ("/kvc/v1/sessions/%00/release", {}, 400),
         ("/kvc/v1/sessions/" + "x" * 300 + "/release", {}, 400),
         ("/kvc/v1/sessions/none/release", {"drop_kv": "yes"}, 400),
@@ -136,6 +148,9 @@ ROUTER_BAD = {
     "empty session header": ("/generate", {"input_ids": [1]}, {"x-session-id": ""}),
     "no prompt": ("/generate", {"sampling_params": {}}, {"x-session-id": "r"}),
     "messages missing": ("/v1/chat/completions", {"model": "tiny"}, {"x-session-id": "r"}),
+    "a move without target": ("/v1/sessions/r/move", {}, {}),
+    "a move to a number": ("/v1/sessions/r/move", {"to": 7}, {}),
+    "a move of a nameless session": ("/v1/sessions/%00/move", {"to": "http://127.0.0.1:1"}, {}),
 }
 
 

@@ -147,8 +147,7 @@ def test_a_client_that_leaves_while_queued_or_prefilling_releases_its_charge(clu
     until(quiet, 30)
     for worker in cluster.workers:
         assert_balanced(worker)
-        transfers = worker.listener.get("/kvc/v1/transfers").json
-        assert not transfers["imports"] and not transfers["leases"], transfers
+        until(lambda w=worker: not w.transfers()["imports"] and not w.transfers()["leases"])
     assert len(used) == 2
     assert cluster.router.generate(script.ids(rnd, 300), "gone-0", n=4).tokens
 
