@@ -8,7 +8,7 @@ import pytest
 from conftest import APPEND
 from harness import script
 from harness.engine import start_all
-from harness.module import Worker, assert_balanced, fill, question
+from harness.module import Seed, Worker, assert_balanced, fill
 from harness.oracle import first_difference
 from harness.router import Router
 from harness.waiting import follows, until
@@ -157,18 +157,17 @@ def test_a_worker_may_switch_sync_off(cluster, plain, oracle):
         start_all(off)
         rnd = random.Random(90)
         for owner, backup in ((off, cluster.prefill), (cluster.decodes[0], off)):
-            sid = f"sync-off-{owner.name}"
-            prompt = script.ids(rnd, 400)
-            grant = owner.admit(**question(sid, len(prompt), backup=backup.peer)).json
-            assert grant["can_admit"], grant
-            reply = owner.generate(prompt, sid, n=5)
-            oracle.tokens(prompt, reply.tokens, plain.generate(prompt, n=5).tokens, sid)
+            seed = Seed(cluster.prefill, owner, f"sync-off-{owner.name}", script.ids(rnd, 400))
+            seed.admit(backup=backup.peer)
+            reply = seed.decode(n=5)
+            oracle.tokens(seed.prompt, reply.tokens, plain.generate(seed.prompt, n=5).tokens, seed.sid)
             owner.settled()
-            assert owner.view(sid)["committed"] == len(prompt) + 4
-            until(lambda o=owner: not o.transfers()["sync_pending"])
-            assert (backup.session(sid) or {"committed": 0})["committed"] == 0
-            assert not backup.transfers()["imports"]
-            owner.release(sid, drop_kv=True)
+            assert owner.view(seed.sid)["committed"] == len(seed.prompt) + 4
+            assert owner.view(seed.sid)["epoch"]["placement"] == seed.placement
+            if backup is off:
+                until(lambda: off.metrics()['kvc_refusals_total{reason="sync-off"}'])
+            assert (backup.session(seed.sid) or {"committed": 0})["committed"] == 0
+            owner.release(seed.sid, drop_kv=True)
         assert_balanced(off)
     finally:
         off.stop()
