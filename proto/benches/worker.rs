@@ -124,6 +124,7 @@ fn admission(c: &mut Criterion) {
             via: None,
             placement: None,
             incarnation: Some(Incarnation(1)),
+            backup: None,
             key: RequestKey {
                 router: RouterId(1),
                 request,

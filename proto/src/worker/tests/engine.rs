@@ -5,6 +5,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
+    time::Duration,
 };
 
 use crate::{
@@ -23,11 +24,11 @@ pub fn config(capacity: u32, page_tokens: u32) -> WorkerConfig {
         max_uncached_tokens: capacity / 4,
         rule: CapacityRule::Growth,
         clip: capacity / 8,
-        reservation: std::time::Duration::from_secs(30),
+        reservation: Duration::from_secs(30),
         evict_idle: true,
         session_cap: capacity,
-        lease: std::time::Duration::from_secs(5),
-        lease_max: std::time::Duration::from_secs(60),
+        lease: Duration::from_secs(5),
+        lease_max: Duration::from_secs(60),
         sync: true,
         sync_imports: 2,
         sync_deadline: Duration::from_secs(60),
@@ -344,6 +345,8 @@ impl Engine {
                 | Effect::Arrived { .. }
                 | Effect::Wake
                 | Effect::OpenLease { .. }
+                | Effect::AskHandover { .. }
+                | Effect::Announce { .. }
                 | Effect::EndLease { .. } => {}
             }
         }
@@ -709,6 +712,11 @@ impl Engine {
                     identity,
                 } => self.land(import, &tokens, held, &identity),
                 Command::Commit { import, share } => self.commit_import(import, share),
+                Command::Abort { turn } => match self.runs.iter().find(|r| r.id == turn).map(|r| r.running) {
+                    Some(true) => self.roll_back(turn, Rollback::Abort),
+                    Some(false) => self.cancel(turn),
+                    None => {}
+                },
             }
         }
     }
@@ -834,7 +842,23 @@ impl Engine {
             locked: None,
         };
         self.pulls.push(pull);
-        self.w.lease_granted(import, identity, tokens, share, self.now);
+        let grant = LeaseGrant {
+            lease: LeaseId(0),
+            epoch: Epoch {
+                placement: Placement {
+                    n: 1,
+                    store: StoreId(1),
+                },
+                rewind: 0,
+            },
+            identity,
+            after: 0,
+            readable: tokens.len() as u32,
+            tokens,
+            share,
+            lives: self.w.config().lease,
+        };
+        self.w.lease_granted(import, grant, self.now);
         self.effects();
     }
 

@@ -4,7 +4,7 @@ use super::engine::{Engine, config, identity, name};
 use crate::{
     id::*,
     wire::{
-        admit::{AdmitRequest, ImportRequest, Mode, ReleaseRequest},
+        admit::{AdmitRequest, ImportRequest, Mode, ReleaseRequest, Source},
         reason::{Reason, Refusal},
     },
     worker::*,
@@ -41,14 +41,16 @@ pub(super) fn ask(session: u8, input: u32, request: u64) -> AdmitRequest {
         via: None,
         placement: placed(1),
         incarnation: None,
+        backup: None,
         key: key(request),
     }
 }
 
 pub(super) fn import_of(reservation: ReservationId, n: u64) -> ImportRequest {
     ImportRequest {
-        reservation,
+        reservation: Some(reservation),
         placement: placed(n).unwrap(),
+        source: Source::Prefill,
         peer: "127.0.0.1:9".into(),
         incarnation: Incarnation(8),
         deadline_ms: 10_000,

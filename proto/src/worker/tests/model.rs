@@ -6,7 +6,8 @@ use super::engine::{Engine, config, identity, name};
 use crate::{
     id::*,
     wire::{
-        admit::{AdmitRequest, ImportRequest, Mode, ReleaseRequest, Via},
+        info::Standing,
+        admit::{AdmitRequest, ImportRequest, Mode, ReleaseRequest, Source, Via},
         reason::{Reason, Refusal},
     },
     worker::*,
@@ -257,6 +258,7 @@ impl World {
                 let client = &mut self.clients[session as usize];
                 if routed && let Some((id, key, _)) = client.grant.take() {
                     arrival.reservation = Some(id);
+                    arrival.max_new = arrival.max_new.max(1); // 0 is the prefill side of somebody else's grant
                     arrival.placement = Some(placement(client.placement));
                     arrival.origin = Some((key.router, key.request));
                 }
@@ -382,7 +384,8 @@ impl World {
                     return;
                 };
                 let request = ImportRequest {
-                    reservation,
+                    reservation: Some(reservation),
+                    source: Source::Prefill,
                     placement: placement(client.placement),
                     peer: "127.0.0.1:1".into(),
                     incarnation: Incarnation(99),
@@ -527,8 +530,10 @@ impl World {
 
     fn admit(&mut self, session: u8, input: u8, append: u8, via: bool, newer: bool) {
         self.requests += 1;
+        // A copy kept for another owner: its router has to take a number of its own (SES-4).
+        let replica = self.e.w.session(&name(session), self.e.now).is_some_and(|s| s.standing == Standing::Replica);
         let client = &mut self.clients[session as usize];
-        let placed = if newer { client.placement + 1 } else { client.placement };
+        let placed = if newer || replica { client.placement + 1 } else { client.placement };
         let key = RequestKey {
             router: RouterId(3),
             request: self.requests,
@@ -544,6 +549,7 @@ impl World {
             via: via.then_some(Via::Prefill),
             placement: Some(placement(placed)),
             incarnation: Some(Incarnation(7)),
+            backup: None,
             key,
         };
         let before = self.e.w.load(None).used;
