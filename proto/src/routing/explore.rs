@@ -4,36 +4,60 @@
 use std::collections::HashMap;
 
 use super::{
-    Dispatch, Effect, Event, MemoryStore, Outcome, Resident, Router, RouterConfig, Turn, WorkerIndex,
+    Dispatch, Effect, Event, MemoryStore, Outcome, Resident, Router, RouterConfig, SessionStore, Turn, WorkerIndex,
+    session::Pending,
     testing::{admits, refuses, view},
 };
 use crate::{
-    id::{Epoch, Placement, RouterId, SessionId, StoreId},
+    id::{Epoch, Incarnation, Placement, RouterId, SessionId, StoreId},
     time::Now,
-    wire::{admit::Mode, info::Role, reason::Reason},
+    wire::{
+        admit::{Mode, MovedTo, PeerRef, WithdrawAnswer},
+        info::{Role, Standing},
+        reason::Reason,
+    },
 };
 
 /// Events along one course. Longer courses exist only through pauses, which the deadline bounds.
-const DEPTH: usize = 7;
+const DEPTH: usize = 6;
+/// The same, of a session that is known: its first event is an answer.
+const DEPTH_KNOWN: usize = 6;
 
 /// What can come of an effect; `None` is the end of a pause.
 fn choices(effect: &Effect) -> Vec<Option<Event>> {
-    let epoch = Some(Epoch {
-        placement: Placement {
-            n: 50,
-            store: StoreId(5),
-        },
-        rewind: 0,
-    });
+    let placement = Placement {
+        n: 50,
+        store: StoreId(5),
+    };
+    let epoch = Some(Epoch { placement, rewind: 0 });
+    let held = |worker, tokens| Resident {
+        worker,
+        tokens,
+        epoch,
+        standing: Standing::Replica,
+        moved: None,
+    };
     let answer = |a| Some(Event::Answer(Box::new(a)));
     let mut events = match effect {
-        Effect::Ask(_) => vec![
+        Effect::Ask { .. } => vec![
             Some(Event::Residents(vec![])),
             Some(Event::Residents(vec![Resident {
-                worker: WorkerIndex(1),
-                tokens: 80,
-                epoch,
+                standing: Standing::Owner,
+                ..held(WorkerIndex(1), 80)
             }])),
+        ],
+        Effect::Locate { workers, .. } => vec![
+            Some(Event::Located(vec![])),
+            Some(Event::Located(workers.iter().map(|w| held(*w, 80)).collect())),
+        ],
+        Effect::Withdraw { .. } => vec![
+            Some(Event::Withdrawn(WithdrawAnswer::Withdrawn)),
+            Some(Event::Withdrawn(WithdrawAnswer::Owner {
+                epoch: epoch.expect("some"),
+            })),
+            Some(Event::WithdrawRefused(Reason::StaleIncarnation)),
+            Some(Event::WithdrawRefused(Reason::Internal)),
+            Some(Event::Unreachable),
         ],
         Effect::Probe { worker, request } => {
             let mode = if request.turn == 0 { Mode::Seed } else { Mode::Reseed };
@@ -41,6 +65,13 @@ fn choices(effect: &Effect) -> Vec<Option<Event>> {
             stale.epoch = epoch;
             let mut restarted = refuses(*worker, Reason::StaleIncarnation, 0);
             restarted.incarnation.0 += 100;
+            let mut moved = refuses(*worker, Reason::Moved, 80);
+            let to = PeerRef {
+                peer: "127.0.0.1:2".into(),
+                // D0 says D1, all others say D0.
+                incarnation: Incarnation(if worker.0 == 0 { 2 } else { 1 }),
+            };
+            moved.moved = Some(MovedTo { to, placement });
             vec![
                 answer(admits(*worker, mode, 0)),
                 answer(admits(*worker, Mode::Direct, 80)),
@@ -51,18 +82,20 @@ fn choices(effect: &Effect) -> Vec<Option<Event>> {
                 answer(refuses(*worker, Reason::Draining, 0)),
                 answer(stale),
                 answer(restarted),
+                answer(moved),
                 Some(Event::Unreachable),
             ]
         }
-        Effect::PrefillAndImport(_) => vec![
-            Some(Event::Imported),
-            Some(Event::ImportFailed(Reason::TransferFailed)),
-            Some(Event::PrefillFailed),
-        ],
+        Effect::HandOver(h) => {
+            let mut events = vec![Some(Event::Imported), Some(Event::ImportFailed(Reason::TransferFailed))];
+            events.extend(h.prefill.as_ref().map(|_| Some(Event::PrefillFailed)));
+            events
+        }
         Effect::Run { .. } => vec![
             Some(Event::TurnRefused(Reason::NoDCapacity)),
             Some(Event::TurnRefused(Reason::RealLargeAppend)),
             Some(Event::TurnRefused(Reason::SessionBusy)),
+            Some(Event::TurnRefused(Reason::Moved)),
             Some(Event::Passed),
             Some(Event::Failed(Reason::PeerUnreachable)),
             Some(Event::FirstByte),
@@ -85,10 +118,44 @@ struct Course {
     released: HashMap<(WorkerIndex, u32), u32>,
 }
 
+/// What the router knows when the turn comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Known {
+    Nothing,
+    /// The last worker runs it, the first one keeps a replica or an older copy.
+    Session,
+    /// As before, and a move to the last but one is out.
+    Move,
+}
+
 impl Course {
-    fn new(roles: &[Role], config: &RouterConfig) -> Course {
+    fn new(roles: &[Role], config: &RouterConfig, known: Known) -> Course {
         let store = MemoryStore::new(StoreId(1));
         let mut router = Router::new(config.clone(), RouterId(1), store, view(roles));
+        if known != Known::Nothing {
+            let session = SessionId::new("s").expect("plain");
+            assert!(router.sessions.open(&session));
+            let last = WorkerIndex(roles.len() as u16 - 1);
+            let (first, pin) = (router.view.at(WorkerIndex(0)), router.view.at(last));
+            let target = router.view.at(WorkerIndex(last.0 - 1));
+            let placement = |n| Placement { n, store: StoreId(1) };
+            let record = router.sessions.record_mut(&session).expect("opened");
+            record.turns = 1;
+            record.replica = Some(first).filter(|_| roles[0] == Role::Prefill);
+            record.holds(first, 40);
+            record.lives_at(pin, placement(1), 80);
+            record.pending = (known == Known::Move).then_some(Pending {
+                target,
+                incarnation: Incarnation(u64::from(target.worker.0) + 1),
+                placement: placement(2),
+                since: Now(0),
+                lost: None,
+            });
+            router.sessions.close(&session);
+            // 1 and 2 are given out.
+            router.store.take(&session, None);
+            router.store.take(&session, None);
+        }
         let turn = Turn {
             session: SessionId::new("s").ok(),
             input_tokens: 100,
@@ -192,11 +259,12 @@ impl Course {
 
 /// Depth first; a course is replayed from its start, so nothing needs to be cloned. Returns (courses that ended,
 /// courses cut at the depth).
-fn explore(roles: &[Role], config: &RouterConfig) -> (u64, u64) {
+fn explore(roles: &[Role], config: &RouterConfig, known: Known) -> (u64, u64) {
     let (mut ended, mut cut) = (0, 0);
+    let depth = if known == Known::Nothing { DEPTH } else { DEPTH_KNOWN };
     let mut path: Vec<usize> = Vec::new();
     loop {
-        let mut course = Course::new(roles, config);
+        let mut course = Course::new(roles, config, known);
         let mut widths = Vec::new();
         let mut at = 0;
         loop {
@@ -205,7 +273,7 @@ fn explore(roles: &[Role], config: &RouterConfig) -> (u64, u64) {
                 ended += 1;
                 break;
             }
-            if at == DEPTH {
+            if at == depth {
                 cut += 1;
                 // Wherever it is cut, the client can leave and nothing stays behind.
                 course.step(Some(Event::ClientGone));
@@ -248,12 +316,14 @@ fn every_course_ends_in_one_answer_and_leaves_nothing() {
         &[Role::Prefill, Role::Decode, Role::Decode],
     ];
     for roles in worlds {
-        let (ended, cut) = explore(roles, &config);
-        assert!(
-            ended > 1000,
-            "{roles:?}: {ended} courses ended, {cut} were cut at {DEPTH} events"
-        );
-        println!("{roles:?}: {ended} courses ended, {cut} were cut at {DEPTH} events");
+        for known in [Known::Nothing, Known::Session, Known::Move] {
+            let (ended, cut) = explore(roles, &config, known);
+            assert!(
+                ended > 1000,
+                "{roles:?} {known:?}: {ended} courses ended, {cut} were cut"
+            );
+            println!("{roles:?} {known:?}: {ended} courses ended, {cut} were cut");
+        }
     }
 }
 
@@ -265,6 +335,8 @@ fn a_known_sessions_courses_without_the_question_end_too() {
         admit_direct: false,
         ..RouterConfig::default()
     };
-    let (ended, _) = explore(&[Role::Both, Role::Both], &config);
-    assert!(ended > 1000);
+    for known in [Known::Nothing, Known::Session, Known::Move] {
+        let (ended, _) = explore(&[Role::Both, Role::Both], &config, known);
+        assert!(ended > 1000);
+    }
 }

@@ -1,16 +1,24 @@
-//! The router's decisions (algorithms §1, §2, §4): its state Σ, and one [`Dispatch`] per client request.
+//! The router's decisions (algorithms §1, §2, §4; kv-movement §4, §5): its state Σ, one [`Dispatch`] per client request,
+//! and one [`Move`] per session that goes to another worker while it lives.
 //!
 //! The HTTP front (`kvc-router`) holds one [`Router`] behind a short lock and drives each dispatch: it carries out what
-//! [`Dispatch::poll_effect`] hands out and reports what came of it with [`Dispatch::handle`].
+//! [`Dispatch::poll_effect`] hands out and reports what came of it with [`Dispatch::handle`]. Moves are driven alike.
 
 mod dispatch;
 #[cfg(test)]
 mod explore;
 #[cfg(test)]
 mod invariants;
+mod moving;
+#[cfg(any(test, feature = "mutation"))]
+pub mod mutation;
+#[cfg(not(any(test, feature = "mutation")))]
+mod mutation;
 pub mod reject;
+pub mod resident;
 pub mod score;
 pub mod session;
+pub mod target;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod view;
@@ -18,8 +26,10 @@ pub mod view;
 use std::time::Duration;
 
 pub use dispatch::{
-    Dispatch, Effect, Event, ExecutionMode, Handover, OutOfTurn, Outcome, Refused, Resident, Trace, Turn,
+    Dispatch, Effect, Event, ExecutionMode, Handover, OutOfTurn, Outcome, Prefill, Refused, Trace, Turn,
 };
+pub use moving::{CannotMove, Move, MoveEffect, MoveEvent, MoveOutOfTurn, MoveOutcome};
+pub use resident::Resident;
 pub use session::{MemoryStore, SessionStore};
 pub use view::{Health, WorkerIndex};
 
@@ -51,6 +61,11 @@ pub struct RouterConfig {
     pub max_executions: u32,
     /// How long an import may take before the decode worker computes the prompt itself (XFER-7).
     pub import_deadline: Duration,
+    /// SYNC-1: name a backup in every admission question.
+    pub sync: bool,
+    /// MIG-2: how long the target of a move that does not answer is waited out, from the moment its answer was lost: the
+    /// workers' hand-over deadline and a margin.
+    pub handover_wait: Duration,
 }
 
 impl Default for RouterConfig {
@@ -69,7 +84,16 @@ impl Default for RouterConfig {
             busy_wait: Duration::from_secs(1),
             max_executions: 3,
             import_deadline: Duration::from_secs(60),
+            sync: true,
+            // The workers' default deadline is 2 s.
+            handover_wait: Duration::from_secs(3),
         }
+    }
+}
+
+impl RouterConfig {
+    fn import_deadline_ms(&self) -> u32 {
+        u32::try_from(self.import_deadline.as_millis()).unwrap_or(u32::MAX)
     }
 }
 

@@ -17,6 +17,8 @@ pub enum Meaning {
     Draining,
     /// The worker knows a later placement: take one above it and ask again, once (SES-4).
     Outdated,
+    /// The worker has handed the session over: go where it says (MIG-1).
+    Moved,
     /// The worker is another process than meant: ask that one again, once (F16).
     Restarted,
     /// It says nothing about pressure: next worker, nothing counted.
@@ -30,7 +32,8 @@ pub fn meaning(reason: Reason) -> Meaning {
         Reason::RealLargeAppend => Meaning::LargeAppend,
         Reason::TooLarge => Meaning::TooLarge,
         Reason::Draining => Meaning::Draining,
-        Reason::StaleEpoch => Meaning::Outdated,
+        Reason::StaleEpoch | Reason::NotOwner => Meaning::Outdated,
+        Reason::Moved => Meaning::Moved,
         Reason::StaleIncarnation => Meaning::Restarted,
         reason if reason.counts_as_reject() => Meaning::Pressure,
         _ => Meaning::Elsewhere,
@@ -49,6 +52,8 @@ mod tests {
             Reason::SessionBusy,
             Reason::Draining,
             Reason::TooLarge,
+            Reason::Moved,
+            Reason::NotOwner,
         ] {
             assert_ne!(meaning(reason), Meaning::Pressure, "{reason}");
         }

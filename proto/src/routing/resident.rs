@@ -103,7 +103,11 @@ mod tests {
             moved: Some(placement(6)),
             ..held(D2, 4, Standing::Moved)
         };
-        assert_eq!(Resident::owner(&[old, new, handed_over]), None, "it was handed over to somebody else");
+        assert_eq!(
+            Resident::owner(&[old, new, handed_over]),
+            None,
+            "it was handed over to somebody else"
+        );
         assert_eq!(Resident::owner(&[Resident::nothing(D0)]), None);
     }
 }

@@ -3,8 +3,14 @@
 
 use std::collections::HashMap;
 
-use super::view::{At, View};
-use crate::id::{Placement, SessionId, StoreId};
+use super::{
+    resident::higher,
+    view::{At, View},
+};
+use crate::{
+    id::{Incarnation, Placement, SessionId, StoreId},
+    time::Now,
+};
 
 /// Gives out placement numbers, each once (SES-4). The memory store is for one router; several routers share one
 /// (compare-and-set) behind the same trait.
@@ -47,9 +53,31 @@ pub struct Record {
     pub pin: Option<At>,
     /// The placement it lives under.
     pub placement: Option<Placement>,
-    /// The prefill worker that computed it last.
+    /// The prefill worker that keeps its replica: the one that computed it last, or the backup named since (SYNC-1).
     pub replica: Option<At>,
+    /// MIG-1: a move that is out. No other placement is made before its target was asked or waited out.
+    pub pending: Option<Pending>,
+    /// A dispatch offers a number of its own: no move may begin (MIG-3).
+    pub placing: bool,
+    /// The highest number that any worker may have been offered; what is taken next lies above it.
+    offered: Option<Placement>,
     entries: Vec<Entry>,
+}
+
+/// A number that was offered to the target of a move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pending {
+    /// The target's process, as the router counts.
+    pub target: At,
+    /// The same, as it calls itself.
+    pub incarnation: Incarnation,
+    /// The number.
+    pub placement: Placement,
+    /// When the move began.
+    pub since: Now,
+    /// When an answer of the target was lost: what it was granted before that counts, later grants it discards within
+    /// the hand-over deadline (MIG-2).
+    pub lost: Option<Now>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +88,11 @@ struct Entry {
 }
 
 impl Record {
+    /// Something is known of the session, from a turn or from a worker's answer.
+    pub fn is_known(&self) -> bool {
+        self.turns > 0 || self.pin.is_some() || self.placement.is_some() || !self.entries.is_empty()
+    }
+
     /// Tokens of the session that this process is believed to hold.
     pub fn resident(&self, at: At) -> u32 {
         self.entry(at).map_or(0, |e| e.resident)
@@ -109,6 +142,56 @@ impl Record {
         }
     }
 
+    /// Processes believed to hold KV of the session: who runs it, who keeps its replica, then others by size. Some of
+    /// them may be gone.
+    pub fn holders(&self) -> Vec<At> {
+        let mut others: Vec<&Entry> = self.entries.iter().filter(|e| e.resident > 0).collect();
+        others.sort_by_key(|e| std::cmp::Reverse(e.resident));
+        let mut holders: Vec<At> = Vec::new();
+        for at in [self.pin, self.replica]
+            .into_iter()
+            .flatten()
+            .chain(others.iter().map(|e| e.at))
+        {
+            if !holders.contains(&at) {
+                holders.push(at);
+            }
+        }
+        holders
+    }
+
+    /// SES-4: what is taken next lies above this.
+    pub fn above(&self) -> Option<Placement> {
+        higher(self.placement, self.offered)
+    }
+
+    /// A worker may have been granted that number, or has heard of it.
+    pub fn was_offered(&mut self, placement: Placement) {
+        self.offered = higher(self.offered, Some(placement));
+    }
+
+    /// The move under that number is decided, or out of reach for good (MIG-2).
+    pub fn settle(&mut self, placement: Placement) {
+        if self.pending.is_some_and(|p| p.placement == placement) {
+            self.pending = None;
+        }
+        self.was_offered(placement);
+    }
+
+    /// MIG-1: `at` owns the session under `placement`, and holds about `tokens`. Older news than what is known changes
+    /// nothing.
+    pub fn lives_at(&mut self, at: At, placement: Placement, tokens: u32) {
+        if self.placement.is_none_or(|held| held.n <= placement.n) {
+            self.placement = Some(placement);
+            self.pin = Some(at);
+            self.holds(at, tokens);
+        }
+        if self.pending.is_some_and(|p| p.placement.n <= placement.n) {
+            self.pending = None;
+        }
+        self.was_offered(placement);
+    }
+
     fn entry(&self, at: At) -> Option<&Entry> {
         self.entries.iter().find(|e| e.at == at)
     }
@@ -137,7 +220,7 @@ impl Record {
 }
 
 /// The records: at most `bound` of idle sessions, the least recently used go first; a session with a running dispatch
-/// stays.
+/// or move stays.
 #[derive(Clone, Debug)]
 pub struct Sessions {
     bound: usize,
@@ -155,7 +238,10 @@ pub struct Sessions {
 struct Slot {
     session: SessionId,
     record: Record,
+    /// A dispatch has it.
     busy: bool,
+    /// A move has it.
+    moving: bool,
     newer: u32,
     older: u32,
 }
@@ -210,32 +296,10 @@ impl Sessions {
 
     /// ADM-8: takes the session for one dispatch; false if another has it.
     pub fn open(&mut self, session: &SessionId) -> bool {
-        match self.index.get(session) {
-            Some(&i) if self.slots[i as usize].busy => return false,
-            Some(&i) => {
-                self.unlink(i);
-                self.slots[i as usize].busy = true;
-            }
-            None => {
-                let slot = Slot {
-                    session: session.clone(),
-                    record: Record::default(),
-                    busy: true,
-                    newer: NONE,
-                    older: NONE,
-                };
-                let i = match self.free.pop() {
-                    Some(i) => {
-                        self.slots[i as usize] = slot;
-                        i
-                    }
-                    None => {
-                        self.slots.push(slot);
-                        (self.slots.len() - 1) as u32
-                    }
-                };
-                self.index.insert(session.clone(), i);
-            }
+        let i = self.keep(session);
+        let slot = &mut self.slots[i as usize];
+        if std::mem::replace(&mut slot.busy, true) {
+            return false;
         }
         self.busy += 1;
         self.evict();
@@ -245,12 +309,73 @@ impl Sessions {
     /// The dispatch that opened the session is over.
     pub fn close(&mut self, session: &SessionId) {
         let Some(&i) = self.index.get(session) else { return };
-        if !self.slots[i as usize].busy {
-            return;
+        if std::mem::replace(&mut self.slots[i as usize].busy, false) {
+            self.busy -= 1;
+            self.let_go(i);
         }
-        self.slots[i as usize].busy = false;
-        self.busy -= 1;
-        self.link(i);
+    }
+
+    /// Takes the session for one move, beside a dispatch that may run; false if another move has it.
+    pub fn begin_move(&mut self, session: &SessionId) -> bool {
+        let i = self.keep(session);
+        let slot = &mut self.slots[i as usize];
+        if std::mem::replace(&mut slot.moving, true) {
+            return false;
+        }
+        self.evict();
+        true
+    }
+
+    /// The move that took the session is over.
+    pub fn end_move(&mut self, session: &SessionId) {
+        let Some(&i) = self.index.get(session) else { return };
+        if std::mem::replace(&mut self.slots[i as usize].moving, false) {
+            self.let_go(i);
+        }
+    }
+
+    /// Moves that are out.
+    pub fn pending(&self) -> impl Iterator<Item = (&SessionId, &Pending)> {
+        let slots = self.index.values().map(|&i| &self.slots[i as usize]);
+        slots.filter_map(|s| Some((&s.session, s.record.pending.as_ref()?)))
+    }
+
+    /// The session's slot, not among the idle ones.
+    fn keep(&mut self, session: &SessionId) -> u32 {
+        if let Some(&i) = self.index.get(session) {
+            let slot = &self.slots[i as usize];
+            if !slot.busy && !slot.moving {
+                self.unlink(i);
+            }
+            return i;
+        }
+        let slot = Slot {
+            session: session.clone(),
+            record: Record::default(),
+            busy: false,
+            moving: false,
+            newer: NONE,
+            older: NONE,
+        };
+        let i = match self.free.pop() {
+            Some(i) => {
+                self.slots[i as usize] = slot;
+                i
+            }
+            None => {
+                self.slots.push(slot);
+                (self.slots.len() - 1) as u32
+            }
+        };
+        self.index.insert(session.clone(), i);
+        i
+    }
+
+    fn let_go(&mut self, i: u32) {
+        let slot = &self.slots[i as usize];
+        if !slot.busy && !slot.moving {
+            self.link(i);
+        }
         self.evict();
     }
 
@@ -258,7 +383,7 @@ impl Sessions {
     pub fn pinned(&self, view: &View) -> Vec<u64> {
         let mut counts = vec![0; view.len()];
         for &i in self.index.values() {
-            if let Some(at) = self.slots[i as usize].record.pin.filter(|&at| view.at(at.worker) == at) {
+            if let Some(at) = self.slots[i as usize].record.pin.filter(|&at| view.is_present(at)) {
                 counts[usize::from(at.worker.0)] += 1;
             }
         }

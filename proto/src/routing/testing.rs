@@ -52,6 +52,7 @@ pub fn admits(worker: WorkerIndex, mode: Mode, resident: u32) -> AdmitAnswer {
         deadline_ms: Some(30_000),
         resident_tokens: resident,
         epoch: None,
+        moved: None,
         incarnation: Incarnation(u64::from(worker.0) + 1),
         load: LoadReport::default(),
     }

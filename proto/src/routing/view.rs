@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::{
     id::Incarnation,
     wire::{
-        admit::LoadReport,
+        admit::{LoadReport, PeerRef},
         info::{Role, WorkerInfo},
     },
 };
@@ -62,6 +62,7 @@ pub struct Worker {
     assigned: u64,
     failures: u32,
     load: LoadReport,
+    max_uncached_tokens: u32,
 }
 
 /// One request counted in a worker's `inflight`. It cannot be copied and [`View::leave`] takes it: the count goes down
@@ -94,6 +95,7 @@ impl View {
             assigned: 0,
             failures: 0,
             load: LoadReport::default(),
+            max_uncached_tokens: 0,
         };
         View {
             workers: roles.into_iter().map(worker).collect(),
@@ -136,10 +138,17 @@ impl View {
 
     /// Those that can take turns now (ROUTE-6), in index order.
     pub fn decoders(&self) -> impl Iterator<Item = WorkerIndex> {
-        self.all().filter(|&w| {
-            let worker = self.worker(w);
-            worker.health == Health::Up && worker.role != Role::Prefill
-        })
+        self.all().filter(|&w| self.worker(w).takes_turns())
+    }
+
+    /// Those that answer, also while they drain: they may hold sessions (MIG-4).
+    pub fn answering(&self) -> impl Iterator<Item = WorkerIndex> {
+        self.all().filter(|&w| self.worker(w).answers())
+    }
+
+    /// The worker whose present process is that one.
+    pub fn process(&self, incarnation: Incarnation) -> Option<WorkerIndex> {
+        self.all().find(|&w| self.worker(w).incarnation == Some(incarnation))
     }
 
     /// |D|: workers that take turns, whatever their health.
@@ -154,6 +163,7 @@ impl View {
         worker.health = if info.draining { Health::Draining } else { Health::Up };
         worker.failures = 0;
         worker.load = info.load;
+        worker.max_uncached_tokens = info.max_uncached_tokens;
         if *worker.peer != *info.peer {
             worker.peer = info.peer.as_str().into();
         }
@@ -221,23 +231,37 @@ impl View {
     /// DISP-3: the replica's holder if it can prefill now, else the next prefill worker in turn; none if there is no
     /// prefill worker that answers. `both` workers prefill their own turns: moving their KV would win nothing.
     pub fn next_prefill(&mut self, replica: Option<At>) -> Option<WorkerIndex> {
-        let can = |w: &Worker| w.role == Role::Prefill && w.health == Health::Up && !w.peer.is_empty();
-        if let Some(at) = replica.filter(|&at| self.at(at.worker) == at && can(self.worker(at.worker))) {
+        if let Some(at) = replica.filter(|&at| self.is_present(at) && self.worker(at.worker).prefills()) {
             return Some(at.worker);
         }
-        let chosen = self.in_turn(self.next_prefill, can)?;
+        let chosen = self.in_turn(self.next_prefill, Worker::prefills)?;
         self.next_prefill = usize::from(chosen.0) + 1;
         Some(chosen)
+    }
+
+    /// SYNC-1: who keeps the replica of a session that runs on `owner`: its holder if that process can prefill now, else
+    /// the worker that [`View::next_prefill`] would give, whose turn it stays.
+    pub fn backup(&self, replica: Option<At>, owner: WorkerIndex) -> Option<WorkerIndex> {
+        let can = |w: &Worker| w.prefills() && w.incarnation.is_some();
+        let kept = replica.filter(|&at| self.is_present(at) && can(self.worker(at.worker)));
+        let chosen = kept
+            .map(|at| at.worker)
+            .or_else(|| self.in_turn(self.next_prefill, can))?;
+        (chosen != owner).then_some(chosen)
+    }
+
+    /// The process is the worker's present one.
+    pub fn is_present(&self, at: At) -> bool {
+        self.at(at.worker) == at
     }
 
     /// DISP-5: the next worker in turn for a request that keeps no session, not one of `except`.
     pub fn next_decode(&mut self, except: &[WorkerIndex]) -> Option<WorkerIndex> {
         let excluded = |i: usize| except.iter().any(|w| usize::from(w.0) == i);
         let n = self.workers.len();
-        let chosen = (0..n).map(|k| (self.next_decode + k) % n).find(|&i| {
-            let w = &self.workers[i];
-            w.role != Role::Prefill && w.health == Health::Up && !excluded(i)
-        })?;
+        let chosen = (0..n)
+            .map(|k| (self.next_decode + k) % n)
+            .find(|&i| self.workers[i].takes_turns() && !excluded(i))?;
         self.next_decode = chosen + 1;
         Some(WorkerIndex(chosen as u16))
     }
@@ -281,6 +305,29 @@ impl Worker {
     /// Its last load report.
     pub fn load(&self) -> &LoadReport {
         &self.load
+    }
+    /// Its τ_append in tokens, 0 before it has answered.
+    pub fn max_uncached_tokens(&self) -> u32 {
+        self.max_uncached_tokens
+    }
+    /// Its present process as its peers reach it, once it has answered.
+    pub fn as_peer(&self) -> Option<PeerRef> {
+        let incarnation = self.incarnation.filter(|_| !self.peer.is_empty())?;
+        Some(PeerRef {
+            peer: self.peer.to_string(),
+            incarnation,
+        })
+    }
+    /// It answers, whether it takes work or not.
+    pub fn answers(&self) -> bool {
+        matches!(self.health, Health::Up | Health::Draining)
+    }
+    /// It can take turns.
+    pub fn takes_turns(&self) -> bool {
+        self.health == Health::Up && self.role != Role::Prefill
+    }
+    fn prefills(&self) -> bool {
+        self.role == Role::Prefill && self.health == Health::Up && !self.peer.is_empty()
     }
 }
 
@@ -334,5 +381,29 @@ mod tests {
         v.lost(p0);
         v.lost(p1);
         assert_eq!(v.next_prefill(Some(replica)), None);
+    }
+
+    #[test]
+    fn a_backup_is_the_replicas_holder_or_who_is_next_and_never_the_owner() {
+        // SYNC-1
+        let mut v = View::new([Role::Prefill, Role::Prefill, Role::Decode]);
+        let [p0, p1, d] = [WorkerIndex(0), WorkerIndex(1), WorkerIndex(2)];
+        assert_eq!(v.backup(None, d), None, "none has answered");
+        for w in [p0, p1, d] {
+            v.seen(w, &info(u64::from(w.0) + 1));
+        }
+        assert_eq!(
+            [v.backup(None, d), v.backup(None, d)],
+            [Some(p0); 2],
+            "asking takes no turn"
+        );
+        let replica = v.at(p1);
+        assert_eq!(v.backup(Some(replica), d), Some(p1));
+        assert_eq!(v.backup(Some(replica), p1), None);
+        v.seen(p1, &info(77));
+        assert_eq!(v.backup(Some(replica), d), Some(p0), "another process holds nothing");
+        v.lost(p0);
+        v.lost(p1);
+        assert_eq!(v.backup(Some(replica), d), None);
     }
 }

@@ -1,83 +1,15 @@
-//! The second half of a dispatch: hand over, run, fall back, and what comes of it (DISP-1..3, DISP-5, DISP-7, DISP-8).
+//! The last part of a dispatch: run, fall back, and what comes of it (DISP-1, DISP-2, DISP-5, DISP-7, DISP-8).
 
-use super::{Dispatch, Effect, ExecutionMode, Handover, Outcome, Run, State};
+use super::{Dispatch, Effect, ExecutionMode, Outcome, Run, State};
 use crate::{
-    id::{Epoch, Placement},
     routing::{Router, session::SessionStore},
     time::Now,
-    wire::{admit::{ImportRequest, Source}, reason::Reason, turn::TurnTag},
+    wire::{reason::Reason, turn::TurnTag},
 };
 
 impl Dispatch {
-    /// The number a granted seed or reseed runs under: the one just taken, or a fresh one if the worker was thought to
-    /// hold the session (SES-4). A granted number is never offered to another worker.
-    pub(super) fn granted_number<S: SessionStore>(
-        &mut self,
-        router: &mut Router<S>,
-        sent: Option<Placement>,
-        epoch: Option<Epoch>,
-    ) -> Option<Placement> {
-        let taken = self.taken.take();
-        if taken.is_some() && taken == sent {
-            return taken;
-        }
-        let above = [sent, epoch.map(|e| e.placement)]
-            .into_iter()
-            .flatten()
-            .max_by_key(|p| p.n);
-        let session = self.turn.session.as_ref()?;
-        Some(router.store.take(session, above))
-    }
-
-    /// DISP-3.
-    pub(super) fn hand_over<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run, now: Now) {
-        let replica = self
-            .turn
-            .session
-            .as_ref()
-            .and_then(|s| router.sessions.peek(s)?.replica);
-        let prefill = router.view.next_prefill(replica);
-        let incarnation = prefill.and_then(|p| router.view.worker(p).incarnation());
-        let reservation = run.grant.and_then(|g| g.reservation);
-        let (Some(session), Some(placement), Some(reservation), Some(prefill), Some(incarnation)) = (
-            self.turn.session.clone(),
-            run.placement,
-            reservation,
-            prefill,
-            incarnation,
-        ) else {
-            // No prefill worker answers: the decode worker computes the prompt itself.
-            self.run(run, now);
-            return;
-        };
-        self.trace.mode = Some(run.mode);
-        self.trace.worker = Some(run.worker);
-        let handover = Handover {
-            prefill,
-            prefill_tag: TurnTag {
-                session,
-                reservation: None,
-                placement: Some(placement),
-                origin: Some((self.router, self.trace.request)),
-                prefill_only: true,
-            },
-            decode: run.worker,
-            import: ImportRequest {
-                reservation: Some(reservation),
-                placement,
-                source: Source::Prefill,
-                peer: router.view.worker(prefill).peer().to_owned(),
-                incarnation,
-                deadline_ms: u32::try_from(router.config.import_deadline.as_millis()).unwrap_or(u32::MAX),
-            },
-        };
-        router.view.assign(prefill);
-        let from = router.view.enter(prefill);
-        self.state = State::Importing { run, from, prefill };
-        self.effects.push_back(Effect::PrefillAndImport(Box::new(handover)));
-    }
-
-    pub(super) fn run(&mut self, run: Run, now: Now) {
+    pub(super) fn run<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run, now: Now) {
+        self.placing(router, false);
         self.trace.mode = Some(run.mode);
         self.trace.worker = Some(run.worker);
         self.trace.admitted = Some(now);
@@ -110,19 +42,19 @@ impl Dispatch {
             mode: ExecutionMode::Fallback,
             grant: None,
             placement: None,
-            replica: None,
+            prefilled: None,
+            backup: None,
         };
-        self.run(run, now);
+        self.run(router, run, now);
     }
 
     /// DISP-8: the worker's health is charged; the request goes another way.
     pub(super) fn failed_early<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run, reason: Reason, now: Now) {
         router.view.failed(run.worker);
-        self.release(&run);
-        router.view.leave(run.ticket);
+        self.failed.push(run.worker);
+        self.drop_run(router, run);
         self.trace.chain.push(reason);
         self.only_too_large = false;
-        self.failed.push(run.worker);
         self.after_failure(router, reason, now);
     }
 
@@ -147,15 +79,26 @@ impl Dispatch {
         router.view.succeeded(run.worker);
         router.view.leave(run.ticket);
         let at = router.view.at(run.worker);
-        let replica = run.replica.map(|p| router.view.at(p));
+        let replica = run.prefilled.map(|p| router.view.at(p)).or(run.backup);
         let reset_all = run.mode == ExecutionMode::Direct && router.config.reset_on_success;
         let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
         if let Some(record) = record.filter(|_| run.mode != ExecutionMode::Fallback) {
             record.turns = record.turns.saturating_add(1);
-            record.pin = Some(at);
-            record.placement = run.placement.or(record.placement);
             record.replica = replica.or(record.replica);
-            record.grew(at, self.turn.input_tokens.saturating_add(output_tokens));
+            let tokens = self.turn.input_tokens.saturating_add(output_tokens);
+            let lived = record.placement.zip(run.placement).filter(|(held, ran)| ran.n < held.n);
+            match (lived, record.pin) {
+                // It was handed over between the turn's end and this moment; what ran here went along (MIG-1).
+                (Some(_), Some(pin)) => {
+                    record.holds(at, tokens);
+                    record.holds(pin, tokens);
+                }
+                _ => {
+                    record.pin = Some(at);
+                    record.placement = run.placement.or(record.placement);
+                    record.grew(at, tokens);
+                }
+            }
             record.clear_rejects(at);
             if reset_all {
                 record.clear_all_rejects();

@@ -6,24 +6,30 @@
 //! tickets are handed back once, and its session is closed once.
 
 mod api;
+mod arbitrate;
 mod execution;
+mod reseed;
 
 use std::{collections::VecDeque, time::Duration};
 
 use super::{
     Router,
     reject::{Meaning, meaning},
+    resident::{Resident, higher},
     session::{Record, SessionStore},
-    view::{Ticket, WorkerIndex},
+    view::{At, Ticket, WorkerIndex},
 };
 use crate::{
     id::{Epoch, Placement, RequestKey, ReservationId, RouterId, SessionId},
     time::Now,
     wire::{
-        admit::{AdmitAnswer, AdmitRequest, Mode, Via},
+        admit::{AdmitAnswer, AdmitRequest, Mode, MovedTo, Via},
+        info::{Role, Standing},
         reason::Reason,
     },
 };
+use arbitrate::Then;
+use reseed::{Kv, Reseed};
 
 pub use api::*;
 
@@ -41,6 +47,12 @@ pub struct Dispatch {
     failed: Vec<WorkerIndex>,
     /// Workers asked again for a placement or incarnation they know better, once each.
     corrected: Vec<WorkerIndex>,
+    /// Workers asked again because a turn was refused there on arrival without the facts, once each.
+    asked_why: Vec<WorkerIndex>,
+    /// Workers that have said where the session went, believed once each (MIG-1).
+    redirected: Vec<WorkerIndex>,
+    /// The workers were asked who holds the session (ROUTE-9), at most once.
+    asked_all: bool,
     /// Workers asked again with the append prefilled elsewhere, once each (DISP-6).
     via_prefill: Vec<WorkerIndex>,
     /// The session was taken for this dispatch ([`super::session::Sessions::open`]) and has to be closed.
@@ -67,15 +79,27 @@ enum State {
         via: Option<Via>,
     },
     Asking,
+    /// The pending target of a move is asked first (MIG-2).
+    Arbitrating {
+        then: Then,
+    },
+    /// It did not answer, and is waited out.
+    WaitingOut {
+        then: Then,
+    },
     Probing {
         worker: WorkerIndex,
         via: Option<Via>,
         sent: Option<Placement>,
+        backup: Option<At>,
+    },
+    /// SYNC-2: who holds the session's KV.
+    Locating {
+        reseed: Box<Reseed>,
     },
     Importing {
-        run: Run,
-        from: Ticket,
-        prefill: WorkerIndex,
+        reseed: Box<Reseed>,
+        kv: Kv,
     },
     Running {
         run: Run,
@@ -91,13 +115,25 @@ struct Run {
     mode: ExecutionMode,
     grant: Option<Grant>,
     placement: Option<Placement>,
-    replica: Option<WorkerIndex>,
+    /// The prefill worker that computed the prompt.
+    prefilled: Option<WorkerIndex>,
+    /// The backup that the worker was told of (SYNC-1).
+    backup: Option<At>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Grant {
     reservation: Option<ReservationId>,
     key: RequestKey,
+}
+
+/// What a refusal tells besides its reason.
+#[derive(Debug, Default)]
+struct Facts {
+    epoch: Option<Epoch>,
+    moved: Option<MovedTo>,
+    /// Tokens that the worker holds or, by the router's estimate, held.
+    tokens: u32,
 }
 
 /// The first pause while a session is busy; doubled up to [`PAUSE_MAX`].
@@ -116,6 +152,9 @@ impl Dispatch {
             tried: Vec::new(),
             failed: Vec::new(),
             corrected: Vec::new(),
+            asked_why: Vec::new(),
+            redirected: Vec::new(),
+            asked_all: false,
             via_prefill: Vec::new(),
             opened: false,
             // ε = max(1, |D| − 1)
@@ -131,6 +170,8 @@ impl Dispatch {
                 worker: None,
                 chain: Vec::new(),
                 probes: 0,
+                source: None,
+                arbitrations: 0,
                 started: now,
                 admitted: None,
                 first_byte: None,
@@ -164,14 +205,15 @@ impl Dispatch {
 
     /// The pause of an [`Effect::Wait`] is over.
     pub fn handle_timeout<S: SessionStore>(&mut self, router: &mut Router<S>, now: Now) {
-        match self.state {
+        match std::mem::replace(&mut self.state, State::Ended) {
             State::Queued => {
                 if let Some(session) = self.turn.session.clone() {
                     self.enqueue(router, session, now);
                 }
             }
-            State::Pausing { worker, via } => self.probe(router, worker, via),
-            _ => {}
+            State::Pausing { worker, via } => self.probe(router, worker, via, now),
+            State::WaitingOut { then } => self.waited_out(router, then, now),
+            state => self.state = state,
         }
     }
 
@@ -182,35 +224,44 @@ impl Dispatch {
             (State::Ended, Event::ClientGone) => {}
             (state, Event::ClientGone) => self.gone(router, state, now),
             (State::Asking, Event::Residents(residents)) => self.learned(router, &residents, now),
-            (State::Probing { worker, via, sent }, Event::Answer(answer)) => {
-                self.answered(router, worker, via, sent, *answer, now);
-            }
+            (
+                State::Probing {
+                    worker,
+                    via,
+                    sent,
+                    backup,
+                },
+                Event::Answer(answer),
+            ) => self.answered(router, (worker, via, sent, backup), *answer, now),
             (State::Probing { worker, .. }, Event::Unreachable) => self.unreachable(router, worker, now),
-            (State::Importing { mut run, from, prefill }, Event::Imported) => {
-                router.view.leave(from);
-                router.view.succeeded(prefill);
-                run.replica = Some(prefill);
-                self.run(run, now);
+            (State::Arbitrating { then }, Event::Withdrawn(answer)) => self.withdrawn(router, then, answer, now),
+            (State::Arbitrating { then }, Event::WithdrawRefused(reason)) => {
+                self.withdraw_refused(router, then, reason, now);
             }
-            (State::Importing { run, from, .. }, Event::ImportFailed(reason)) => {
-                // XFER-7: recompute is always possible, and the grant covers it.
-                router.view.leave(from);
-                self.trace.chain.push(reason);
-                self.run(run, now);
+            (State::Arbitrating { then }, Event::Unreachable) => self.target_lost(router, then, now),
+            (State::Locating { reseed }, Event::Located(found)) => self.located(router, reseed, &found, now),
+            (State::Importing { reseed, kv }, Event::Imported) => self.imported(router, reseed, kv, now),
+            (State::Importing { reseed, kv }, Event::ImportFailed(reason)) => {
+                self.import_failed(router, reseed, kv, reason, now);
             }
-            (State::Importing { run, from, prefill }, Event::PrefillFailed) => {
-                router.view.leave(from);
-                router.view.failed(prefill);
+            (
+                State::Importing {
+                    reseed,
+                    kv: Kv::Prefilled { by, ticket },
+                },
+                Event::PrefillFailed,
+            ) => {
+                router.view.leave(ticket);
+                router.view.failed(by);
                 self.trace.chain.push(Reason::PeerUnreachable);
-                self.run(run, now);
+                self.run(router, reseed.run, now);
             }
             (State::Running { run, first_byte: false }, Event::TurnRefused(reason)) => {
                 self.turn_refused(router, run, reason, now);
             }
             (State::Running { run, first_byte: false }, Event::Passed) => {
                 // The engine may have refused the body before its scheduler saw the grant.
-                self.release(&run);
-                router.view.leave(run.ticket);
+                self.drop_run(router, run);
                 self.end(router, Outcome::Passed, now);
             }
             (State::Running { run, first_byte: false }, Event::FirstByte) => {
@@ -222,8 +273,7 @@ impl Dispatch {
             }
             (State::Running { run, first_byte: true }, Event::Failed(reason)) => {
                 router.view.failed(run.worker);
-                self.release(&run);
-                router.view.leave(run.ticket);
+                self.drop_run(router, run);
                 self.trace.chain.push(reason);
                 self.end(router, Outcome::Broken(reason), now);
             }
@@ -245,13 +295,25 @@ impl Dispatch {
             return;
         }
         self.opened = true;
-        let known = router.sessions.peek(&session).is_some_and(|r| *r != Record::default());
-        if !known && router.config.ask_unknown && router.view.decoders().next().is_some() {
-            self.state = State::Asking;
-            self.effects.push_back(Effect::Ask(session));
-        } else {
+        let known = router.sessions.peek(&session).is_some_and(Record::is_known);
+        if known || !self.ask(router) {
             self.next(router, now);
         }
+    }
+
+    /// ROUTE-9: asks whoever answers what it holds; false if nobody is to be asked.
+    fn ask<S: SessionStore>(&mut self, router: &mut Router<S>) -> bool {
+        let Some(session) = self.turn.session.clone() else {
+            return false;
+        };
+        let ask = router.config.ask_unknown && !self.asked_all && router.view.decoders().next().is_some();
+        if ask {
+            self.asked_all = true;
+            let workers = router.view.answering().collect();
+            self.state = State::Asking;
+            self.effects.push_back(Effect::Ask { session, workers });
+        }
+        ask
     }
 
     /// ADM-8: a bounded wait, then 409.
@@ -269,20 +331,24 @@ impl Dispatch {
 
     /// ROUTE-9: what the workers know of a session that this router does not.
     fn learned<S: SessionStore>(&mut self, router: &mut Router<S>, residents: &[Resident], now: Now) {
+        let known = || residents.iter().filter(|r| r.is_known());
+        let owner = Resident::owner(residents).filter(|r| r.tokens > 0).copied();
+        let prefills = |r: &&Resident| router.view.worker(r.worker).role() == Role::Prefill;
+        let replica = known().filter(prefills).filter(|r| r.tokens > 0);
+        let replica = replica.max_by_key(|r| r.tokens).map(|r| router.view.at(r.worker));
         if let Some(record) = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s)) {
-            for r in residents {
-                record.turns = 1;
-                record.holds(router.view.at(r.worker), r.tokens);
-                let epoch = r.epoch.map(|e| e.placement);
-                if epoch.is_some_and(|p| record.placement.is_none_or(|held| held.n < p.n)) {
-                    record.placement = epoch;
+            for r in known() {
+                record.turns = record.turns.max(1);
+                if router.view.worker(r.worker).role() != Role::Prefill {
+                    record.holds(router.view.at(r.worker), r.tokens);
                 }
+                record.placement = higher(record.placement, r.highest());
             }
-            let most = residents.iter().filter(|r| r.tokens > 0).max_by_key(|r| r.tokens);
-            let placement = record.placement;
-            // Only the placement's holder goes on under it.
-            let holder = most.filter(|r| placement.is_some() && r.epoch.map(|e| e.placement) == placement);
-            record.pin = holder.map(|r| router.view.at(r.worker));
+            // Only the placement's owner goes on under it (MIG-3).
+            let owner =
+                owner.filter(|r| record.placement.is_some() && r.epoch.map(|e| e.placement) == record.placement);
+            record.pin = owner.map(|r| router.view.at(r.worker));
+            record.replica = replica.or(record.replica);
         }
         self.next(router, now);
     }
@@ -314,17 +380,18 @@ impl Dispatch {
                 mode: ExecutionMode::Direct,
                 grant: None,
                 placement,
-                replica: None,
+                prefilled: None,
+                backup: None,
             };
             self.tried.push(worker);
-            self.run(run, now);
+            self.run(router, run, now);
             return;
         }
         self.tried.push(worker);
-        self.probe(router, worker, None);
+        self.probe(router, worker, None, now);
     }
 
-    fn probe<S: SessionStore>(&mut self, router: &mut Router<S>, worker: WorkerIndex, via: Option<Via>) {
+    fn probe<S: SessionStore>(&mut self, router: &mut Router<S>, worker: WorkerIndex, via: Option<Via>, now: Now) {
         let Some(session) = self.turn.session.clone() else {
             return;
         };
@@ -334,11 +401,20 @@ impl Dispatch {
         // Whoever else holds the session holds it under an older number: a turn there is a move (MIG-3).
         let holder = record.is_some_and(|r| r.pin == Some(router.view.at(worker)));
         let direct = resident > 0 && via.is_none() && held.is_some() && holder;
+        if !direct && self.needs_target_first(router) {
+            self.ask_target(router, Then::Probe { worker, via }, now);
+            return;
+        }
+        let record = router.sessions.peek(&session);
         // SES-4: a seed or reseed takes a number before its import. One that was refused is used for the next probe.
+        let above = record.and_then(Record::above);
         let sent = match direct {
             true => held,
-            false => Some(*self.taken.get_or_insert_with(|| router.store.take(&session, held))),
+            false => Some(*self.taken.get_or_insert_with(|| router.store.take(&session, above))),
         };
+        let replica = record.and_then(|r| r.replica);
+        let backup = Some(()).filter(|()| router.config.sync);
+        let backup = backup.and_then(|()| router.view.backup(replica, worker));
         self.attempt += 1;
         self.trace.probes += 1;
         let request = AdmitRequest {
@@ -350,11 +426,17 @@ impl Dispatch {
             via,
             placement: sent,
             incarnation: router.view.worker(worker).incarnation(),
-            backup: None,
+            backup: backup.and_then(|p| router.view.worker(p).as_peer()),
             key: self.key(),
             session_id: session,
         };
-        self.state = State::Probing { worker, via, sent };
+        self.placing(router, !direct);
+        self.state = State::Probing {
+            worker,
+            via,
+            sent,
+            backup: backup.map(|p| router.view.at(p)),
+        };
         self.effects.push_back(Effect::Probe {
             worker,
             request: Box::new(request),
@@ -364,44 +446,59 @@ impl Dispatch {
     fn answered<S: SessionStore>(
         &mut self,
         router: &mut Router<S>,
-        worker: WorkerIndex,
-        via: Option<Via>,
-        sent: Option<Placement>,
+        (worker, via, sent, backup): (WorkerIndex, Option<Via>, Option<Placement>, Option<At>),
         answer: AdmitAnswer,
         now: Now,
     ) {
         router.view.incarnation_is(worker, answer.incarnation);
         router.view.load_is(worker, answer.load);
-        self.cut(router, worker, answer.resident_tokens);
+        let believed = self.cut(router, worker, answer.resident_tokens);
         let mode = answer.mode.filter(|_| answer.can_admit);
         let Some(mode) = mode else {
-            let reason = answer.reason.unwrap_or(Reason::Internal);
-            self.refused(router, worker, via, reason, answer.epoch, now);
+            let facts = Facts {
+                epoch: answer.epoch,
+                moved: answer.moved,
+                tokens: believed.max(answer.resident_tokens),
+            };
+            self.refused(
+                router,
+                worker,
+                via,
+                answer.reason.unwrap_or(Reason::Internal),
+                facts,
+                now,
+            );
             return;
-        };
-        let grant = Grant {
-            reservation: answer.reservation,
-            key: self.key(),
-        };
-        let placement = match mode {
-            Mode::Direct => {
-                // A granted number is never offered to another worker.
-                self.taken = self.taken.take().filter(|taken| Some(*taken) != sent);
-                answer.epoch.map(|e| e.placement).or(sent)
-            }
-            Mode::Seed | Mode::Reseed => self.granted_number(router, sent, answer.epoch),
         };
         let run = Run {
             worker,
             ticket: router.view.enter(worker),
             mode: mode.into(),
-            grant: Some(grant),
-            placement,
-            replica: None,
+            grant: Some(Grant {
+                reservation: answer.reservation,
+                key: self.key(),
+            }),
+            placement: answer.epoch.map(|e| e.placement).or(sent),
+            prefilled: None,
+            backup,
         };
         match mode {
-            Mode::Direct => self.run(run, now),
-            Mode::Seed | Mode::Reseed => self.hand_over(router, run, now),
+            Mode::Direct => {
+                // A granted number is never offered to another worker.
+                self.taken = self.taken.take().filter(|taken| Some(*taken) != sent);
+                self.offered(router, run.placement);
+                self.run(router, run, now);
+            }
+            Mode::Seed | Mode::Reseed => {
+                let own = Resident {
+                    worker,
+                    tokens: answer.resident_tokens,
+                    epoch: answer.epoch,
+                    standing: Standing::Owner,
+                    moved: None,
+                };
+                self.reseed(router, Box::new(Reseed::new(run, sent, own)), now);
+            }
         }
     }
 
@@ -412,7 +509,7 @@ impl Dispatch {
         worker: WorkerIndex,
         via: Option<Via>,
         reason: Reason,
-        epoch: Option<Epoch>,
+        facts: Facts,
         now: Now,
     ) {
         let means = meaning(reason);
@@ -428,16 +525,16 @@ impl Dispatch {
             Meaning::Busy => self.wait(router, State::Pausing { worker, via }, now),
             Meaning::LargeAppend if !self.via_prefill.contains(&worker) => {
                 self.via_prefill.push(worker);
-                self.probe(router, worker, Some(Via::Prefill));
+                self.probe(router, worker, Some(Via::Prefill), now);
             }
+            Meaning::Moved => self.follow(router, worker, via, facts, now),
             Meaning::Outdated if first_correction => {
                 self.corrected.push(worker);
-                self.outdated(router, worker, epoch);
-                self.probe(router, worker, via);
+                self.outdated(router, worker, via, facts.epoch, now);
             }
             Meaning::Restarted if first_correction => {
                 self.corrected.push(worker);
-                self.probe(router, worker, via);
+                self.probe(router, worker, via, now);
             }
             Meaning::Draining => {
                 router.view.draining(worker);
@@ -453,20 +550,6 @@ impl Dispatch {
         }
     }
 
-    /// The worker holds a later placement than ours: what we take next lies above it.
-    fn outdated<S: SessionStore>(&mut self, router: &mut Router<S>, worker: WorkerIndex, epoch: Option<Epoch>) {
-        self.taken = None;
-        let Some(record) = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s)) else {
-            return;
-        };
-        let held = epoch.map(|e| e.placement);
-        if let Some(held) = held.filter(|h| record.placement.is_none_or(|ours| ours.n <= h.n)) {
-            record.placement = Some(held);
-            // The number is this worker's: whoever was thought to hold the session is not its holder (MIG-3).
-            record.pin = record.pin.filter(|pin| pin.worker == worker);
-        }
-    }
-
     fn turn_refused<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run, reason: Reason, now: Now) {
         router.view.leave(run.ticket);
         if run.mode == ExecutionMode::Fallback {
@@ -476,7 +559,16 @@ impl Dispatch {
         } else {
             // What was asked via prefill is asked so again: else its size would drive it away without a counted reject (INV-3).
             let via = self.via_prefill.contains(&run.worker).then_some(Via::Prefill);
-            self.refused(router, run.worker, via, reason, None, now);
+            let unexplained = matches!(meaning(reason), Meaning::Moved | Meaning::Outdated);
+            if unexplained && !self.asked_why.contains(&run.worker) {
+                // The engine's refusal says neither where the session went nor what is held: the question does.
+                self.asked_why.push(run.worker);
+                self.trace.chain.push(reason);
+                self.only_too_large = false;
+                self.probe(router, run.worker, via, now);
+                return;
+            }
+            self.refused(router, run.worker, via, reason, Facts::default(), now);
         }
     }
 
@@ -485,7 +577,8 @@ impl Dispatch {
         self.trace.chain.push(Reason::PeerUnreachable);
         self.only_too_large = false;
         // It may have granted before the answer was lost, and the number with it.
-        self.taken = None;
+        let taken = self.taken.take();
+        self.offered(router, taken);
         self.release_at(worker, self.key());
         self.next(router, now);
     }
@@ -495,15 +588,15 @@ impl Dispatch {
         self.effects.clear();
         match state {
             State::Probing { worker, .. } => self.release_at(worker, self.key()),
-            State::Importing { run, from, .. } => {
-                self.release(&run);
-                router.view.leave(from);
-                router.view.leave(run.ticket);
+            State::Arbitrating { then } | State::WaitingOut { then } => self.drop_grant(router, then),
+            State::Locating { reseed } => self.drop_run(router, reseed.run),
+            State::Importing { reseed, kv } => {
+                if let Kv::Prefilled { ticket, .. } = kv {
+                    router.view.leave(ticket);
+                }
+                self.drop_run(router, reseed.run);
             }
-            State::Running { run, .. } => {
-                self.release(&run);
-                router.view.leave(run.ticket);
-            }
+            State::Running { run, .. } => self.drop_run(router, run),
             State::Queued | State::Pausing { .. } | State::Asking | State::Ended => {}
         }
         self.end(router, Outcome::Gone, now);
@@ -519,6 +612,7 @@ impl Dispatch {
     }
 
     fn end<S: SessionStore>(&mut self, router: &mut Router<S>, outcome: Outcome, now: Now) {
+        self.placing(router, false);
         if let Some(session) = self.turn.session.as_ref().filter(|_| self.opened) {
             router.sessions.close(session);
         }
@@ -535,11 +629,37 @@ impl Dispatch {
         }
     }
 
-    fn cut<S: SessionStore>(&mut self, router: &mut Router<S>, worker: WorkerIndex, tokens: u32) {
+    /// ROUTE-8; returns what was believed before.
+    fn cut<S: SessionStore>(&mut self, router: &mut Router<S>, worker: WorkerIndex, tokens: u32) -> u32 {
         let at = router.view.at(worker);
-        if let Some(record) = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s)) {
+        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
+        record.map_or(0, |record| {
+            let believed = record.resident(at);
             record.cut(at, tokens);
+            believed
+        })
+    }
+
+    /// A worker may hold the session under that number now.
+    fn offered<S: SessionStore>(&mut self, router: &mut Router<S>, placement: Option<Placement>) {
+        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
+        if let (Some(record), Some(placement)) = (record, placement) {
+            record.was_offered(placement);
         }
+    }
+
+    /// MIG-3: while a number of this dispatch is on offer no move begins.
+    fn placing<S: SessionStore>(&mut self, router: &mut Router<S>, placing: bool) {
+        let opened = self.turn.session.as_ref().filter(|_| self.opened);
+        if let Some(record) = opened.and_then(|s| router.sessions.record_mut(s)) {
+            record.placing = placing;
+        }
+    }
+
+    /// The grant is given back, and the worker's count goes down.
+    fn drop_run<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run) {
+        self.release(&run);
+        router.view.leave(run.ticket);
     }
 
     fn release(&mut self, run: &Run) {
@@ -573,6 +693,9 @@ impl State {
             State::Queued => "queued",
             State::Pausing { .. } => "pausing",
             State::Asking => "asking",
+            State::Arbitrating { .. } => "arbitrating",
+            State::WaitingOut { .. } => "waiting out",
+            State::Locating { .. } => "locating",
             State::Probing { .. } => "probing",
             State::Importing { .. } => "importing",
             State::Running { first_byte: false, .. } => "running",

@@ -8,7 +8,7 @@ use crate::{
         testing::{D0, D1, D2, admits, info, refuses, view},
         view::Health,
     },
-    wire::info::Role,
+    wire::info::{Role, Standing},
 };
 
 type TestRouter = Router<MemoryStore>;
@@ -193,16 +193,17 @@ fn a_seed_prefills_on_p_while_d_imports() {
     let (w, request) = probe(&mut d);
     assert_eq!(w, D1, "a prefill worker takes no turns");
     say(&mut d, &mut r, answer(admits(w, Mode::Seed, 0)));
-    let Some(Effect::PrefillAndImport(h)) = d.poll_effect() else {
+    let Some(Effect::HandOver(h)) = d.poll_effect() else {
         panic!("expected a hand over")
     };
-    assert_eq!((h.prefill, h.decode), (D0, D1));
-    assert!(h.prefill_tag.prefill_only && h.prefill_tag.reservation.is_none());
-    assert_eq!(h.prefill_tag.placement, request.placement);
+    let prefill = h.prefill.expect("somebody prefills");
+    assert_eq!((prefill.worker, h.decode, prefill.refresh), (D0, D1, None));
+    assert!(prefill.tag.prefill_only && prefill.tag.reservation.is_none());
+    assert_eq!(prefill.tag.placement, request.placement);
     assert_eq!(Some(h.import.placement), request.placement);
     assert_eq!(
         (h.import.reservation, h.import.incarnation),
-        (ReservationId(9), Incarnation(1))
+        (Some(ReservationId(9)), Incarnation(1))
     );
     assert_eq!(inflight(&r), [1, 1, 0]);
     say(&mut d, &mut r, Event::Imported);
@@ -263,11 +264,11 @@ fn a_resident_session_found_evicted_gets_a_fresh_placement() {
         "a direct turn names the placement held"
     );
     say(&mut d, &mut r, answer(admits(D1, Mode::Reseed, 0)));
-    let Some(Effect::PrefillAndImport(h)) = d.poll_effect() else {
+    let Some(Effect::HandOver(h)) = d.poll_effect() else {
         panic!("expected a hand over")
     };
     assert!(h.import.placement.n > first.placement.expect("sent").n);
-    assert_eq!(h.prefill, D0);
+    assert_eq!(h.prefill.map(|p| p.worker), Some(D0));
 }
 
 #[test]
@@ -609,7 +610,13 @@ fn an_unplaced_copy_is_used_under_a_new_number() {
         store: StoreId(2),
     };
     let epoch = Some(Epoch { placement, rewind: 0 });
-    let held = |worker, tokens, epoch| Resident { worker, tokens, epoch };
+    let held = |worker, tokens, epoch| Resident {
+        worker,
+        tokens,
+        epoch,
+        standing: Standing::Owner,
+        moved: None,
+    };
     let found = vec![held(D0, 500, epoch), held(D1, 900, None)];
     say(&mut d, &mut r, Event::Residents(found));
     let (w, request) = probe(&mut d);
@@ -691,7 +698,11 @@ fn an_unknown_session_is_asked_for_before_it_is_seeded() {
     // ROUTE-9
     let mut r = router_of(&[Role::Decode; 3], RouterConfig::default());
     let mut d = start(&mut r, 1000);
-    assert_eq!(d.poll_effect(), Some(Effect::Ask(s())));
+    let ask = Effect::Ask {
+        session: s(),
+        workers: vec![D0, D1, D2],
+    };
+    assert_eq!(d.poll_effect(), Some(ask));
     let placement = Placement {
         n: 40,
         store: StoreId(2),
@@ -701,6 +712,8 @@ fn an_unknown_session_is_asked_for_before_it_is_seeded() {
         worker: D2,
         tokens: 900,
         epoch,
+        standing: Standing::Owner,
+        moved: None,
     };
     say(&mut d, &mut r, Event::Residents(vec![found]));
     let (w, request) = probe(&mut d);

@@ -1,0 +1,251 @@
+//! A dispatch and the moves of its session: the pending target is asked before another placement is made (MIG-2), `moved`
+//! answers are followed (MIG-1), and outdated numbers are replaced (SES-4).
+
+use super::{Dispatch, Effect, Facts, Reseed, State};
+use crate::{
+    id::{Epoch, Placement},
+    routing::{
+        Router,
+        mutation::off,
+        resident::higher,
+        session::SessionStore,
+        view::{At, Health, WorkerIndex},
+    },
+    time::Now,
+    wire::{
+        admit::{Via, WithdrawAnswer, WithdrawRequest},
+        reason::Reason,
+    },
+};
+
+/// What a dispatch was about to do under a number of its own.
+#[derive(Debug)]
+pub(super) enum Then {
+    /// Ask a worker.
+    Probe {
+        /// Whom.
+        worker: WorkerIndex,
+        /// How.
+        via: Option<Via>,
+    },
+    /// Use a grant.
+    Grant(Box<Reseed>),
+}
+
+impl Dispatch {
+    /// MIG-2: a move is out and nothing is known of its end. The process of its target may be gone: then it is settled.
+    pub(super) fn needs_target_first<S: SessionStore>(&mut self, router: &mut Router<S>) -> bool {
+        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
+        let Some((record, pending)) = record.and_then(|r| r.pending.map(|p| (r, p))) else {
+            return false;
+        };
+        if !router.view.is_present(pending.target) {
+            record.settle(pending.placement);
+            self.taken = None;
+            return false;
+        }
+        !off!(PendingAskedFirst)
+    }
+
+    /// Asks the pending target first.
+    pub(super) fn ask_target<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, now: Now) {
+        let session = self.turn.session.clone();
+        let pending = session.as_ref().and_then(|s| router.sessions.peek(s)?.pending);
+        let (Some(session), Some(pending)) = (session, pending) else {
+            self.go_on(router, then, now);
+            return;
+        };
+        self.trace.arbitrations += 1;
+        self.state = State::Arbitrating { then };
+        self.effects.push_back(Effect::Withdraw {
+            worker: pending.target.worker,
+            session,
+            request: WithdrawRequest {
+                placement: pending.placement,
+                incarnation: pending.incarnation,
+            },
+        });
+    }
+
+    /// The target's word, for good.
+    pub(super) fn withdrawn<S: SessionStore>(
+        &mut self,
+        router: &mut Router<S>,
+        then: Then,
+        answer: WithdrawAnswer,
+        now: Now,
+    ) {
+        let WithdrawAnswer::Owner { epoch } = answer else {
+            self.settle(router);
+            self.go_on(router, then, now);
+            return;
+        };
+        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
+        let Some((record, pending)) = record.and_then(|r| r.pending.map(|p| (r, p))) else {
+            self.go_on(router, then, now);
+            return;
+        };
+        let tokens = record.pin.map_or(0, |at| record.resident(at)).max(1);
+        record.settle(pending.placement);
+        record.lives_at(pending.target, epoch.placement, tokens);
+        self.taken = None;
+        match &then {
+            // It was not asked after all.
+            Then::Probe { worker, .. } => self.tried.retain(|w| w != worker),
+            Then::Grant(_) => {}
+        }
+        self.drop_grant(router, then);
+        self.probe_owner(router, pending.target, now);
+    }
+
+    /// Another process answers at the target's address: the one that was asked to take the session over is gone.
+    pub(super) fn withdraw_refused<S: SessionStore>(
+        &mut self,
+        router: &mut Router<S>,
+        then: Then,
+        reason: Reason,
+        now: Now,
+    ) {
+        if reason == Reason::StaleIncarnation {
+            self.settle(router);
+            self.go_on(router, then, now);
+        } else {
+            self.trace.chain.push(reason);
+            self.wait_out(router, then, now);
+        }
+    }
+
+    /// The target does not answer.
+    pub(super) fn target_lost<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, now: Now) {
+        let pending = self
+            .turn
+            .session
+            .as_ref()
+            .and_then(|s| router.sessions.peek(s)?.pending);
+        if let Some(pending) = pending {
+            router.view.lost(pending.target.worker);
+        }
+        self.wait_out(router, then, now);
+    }
+
+    /// MIG-2: the hand-over deadline has passed since the target was last heard of.
+    pub(super) fn waited_out<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, now: Now) {
+        self.settle(router);
+        self.go_on(router, then, now);
+    }
+
+    fn wait_out<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, now: Now) {
+        let wait = router.config.handover_wait;
+        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
+        let pending = record.and_then(|r| r.pending.as_mut());
+        let until = pending.map(|p| *p.lost.get_or_insert(now) + wait);
+        match until.filter(|u| *u > now) {
+            Some(until) => {
+                self.state = State::WaitingOut { then };
+                self.effects.push_back(Effect::Wait { until });
+            }
+            None => self.waited_out(router, then, now),
+        }
+    }
+
+    /// Nobody will ever own the session under the pending number, or it is out of reach; what is taken now lies above it.
+    fn settle<S: SessionStore>(&mut self, router: &mut Router<S>) {
+        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
+        if let Some((record, pending)) = record.and_then(|r| r.pending.map(|p| (r, p))) {
+            record.settle(pending.placement);
+            self.taken = self.taken.filter(|t| t.n > pending.placement.n);
+        }
+    }
+
+    fn go_on<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, now: Now) {
+        match then {
+            Then::Probe { worker, via } => self.probe(router, worker, via, now),
+            Then::Grant(reseed) => self.reseed(router, reseed, now),
+        }
+    }
+
+    /// What was held back is not done.
+    pub(super) fn drop_grant<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then) {
+        if let Then::Grant(reseed) = then {
+            self.drop_run(router, reseed.run);
+        }
+    }
+
+    /// MIG-1: the worker has handed the session over.
+    pub(super) fn follow<S: SessionStore>(
+        &mut self,
+        router: &mut Router<S>,
+        worker: WorkerIndex,
+        via: Option<Via>,
+        facts: Facts,
+        now: Now,
+    ) {
+        let Some(moved) = facts.moved.filter(|_| !self.redirected.contains(&worker)) else {
+            self.next(router, now);
+            return;
+        };
+        self.redirected.push(worker);
+        self.taken = None;
+        let to = router.view.process(moved.to.incarnation).filter(|to| *to != worker);
+        let to = to
+            .filter(|&to| router.view.worker(to).answers())
+            .map(|to| router.view.at(to));
+        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
+        let Some(record) = record else {
+            return self.next(router, now);
+        };
+        match to {
+            Some(at) => record.lives_at(at, moved.placement, facts.tokens.max(1)),
+            None => {
+                record.placement = higher(record.placement, Some(moved.placement));
+                record.pin = None;
+                if let Some(pending) = record.pending.filter(|p| p.placement.n <= moved.placement.n) {
+                    record.settle(pending.placement);
+                }
+            }
+        }
+        let owner = record.pin;
+        match owner.filter(|at| at.worker != worker && router.view.worker(at.worker).takes_turns()) {
+            Some(at) => self.probe_owner(router, at, now),
+            // MIG-2: its copy serves as replica under a new placement.
+            None => self.probe(router, worker, via, now),
+        }
+    }
+
+    /// SES-4: the worker knows a later placement than ours; what is taken next lies above it. If it was thought to own the
+    /// session, whoever does is asked for.
+    pub(super) fn outdated<S: SessionStore>(
+        &mut self,
+        router: &mut Router<S>,
+        worker: WorkerIndex,
+        via: Option<Via>,
+        epoch: Option<Epoch>,
+        now: Now,
+    ) {
+        self.taken = None;
+        let at = router.view.at(worker);
+        let mut was_owner = false;
+        if let Some(record) = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s)) {
+            was_owner = record.pin == Some(at);
+            let heard: Option<Placement> = epoch.map(|e| e.placement);
+            if was_owner || heard.is_some_and(|h| record.placement.is_none_or(|ours| ours.n <= h.n)) {
+                record.pin = None;
+            }
+            record.placement = higher(record.placement, heard);
+        }
+        if was_owner && self.ask(router) {
+            self.tried.retain(|w| *w != worker);
+        } else {
+            self.probe(router, worker, via, now);
+        }
+    }
+
+    fn probe_owner<S: SessionStore>(&mut self, router: &mut Router<S>, at: At, now: Now) {
+        debug_assert_ne!(router.view.worker(at.worker).health(), Health::Unknown);
+        if !self.tried.contains(&at.worker) {
+            self.tried.push(at.worker);
+        }
+        router.view.assign(at.worker);
+        self.probe(router, at.worker, None, now);
+    }
+}
