@@ -2,7 +2,7 @@
 //! transfer engine.
 
 use std::sync::{
-    Mutex, PoisonError,
+    Arc, Mutex, PoisonError,
     atomic::{AtomicUsize, Ordering},
 };
 
@@ -56,13 +56,18 @@ impl Fences {
     }
 }
 
-/// Takes the machine's effects while its lock is held; only announces.
-pub(crate) fn drain(shared: &Shared, worker: &mut Worker) -> Vec<Effect> {
+/// Takes the machine's effects while its lock is held; only announces. An import that the machine has started by itself
+/// gets its task here, so that its end cannot overtake its beginning on another thread.
+pub(crate) fn drain(shared: &Arc<Shared>, worker: &mut Worker) -> Vec<Effect> {
     let mut effects = Vec::new();
     while let Some(effect) = worker.poll_effect() {
         match effect {
             Effect::FenceLease { lease } => shared.fences.announce(Fence::Lease(lease)),
             Effect::FenceImport { import } => shared.fences.announce(Fence::Import(import)),
+            Effect::OpenLease { import, .. } => {
+                shared.imports.adopt(shared, import);
+                effects.push(effect);
+            }
             other => effects.push(other),
         }
     }
@@ -70,7 +75,7 @@ pub(crate) fn drain(shared: &Shared, worker: &mut Worker) -> Vec<Effect> {
 }
 
 /// After the lock has been dropped, before the caller gets its answer.
-pub(crate) fn carry_out(shared: &Shared, effects: Vec<Effect>) {
+pub(crate) fn carry_out(shared: &Arc<Shared>, effects: Vec<Effect>) {
     shared.fences.settle(|fence| match fence {
         Fence::Lease(lease) => shared.exports.fence(lease, shared.mover.as_ref()),
         Fence::Import(import) => shared.imports.fence(import),
@@ -83,6 +88,8 @@ pub(crate) fn carry_out(shared: &Shared, effects: Vec<Effect>) {
                 peer,
                 incarnation,
                 placement,
+                kind,
+                have,
             } => shared.imports.open(
                 import,
                 Order {
@@ -90,12 +97,16 @@ pub(crate) fn carry_out(shared: &Shared, effects: Vec<Effect>) {
                     peer,
                     incarnation,
                     placement,
+                    kind,
+                    have,
                 },
             ),
+            Effect::AskHandover { import, peer, request } => shared.imports.ask_handover(import, peer, request),
+            Effect::Announce { to, announcement } => shared.announcer.put(shared, to, announcement),
             Effect::Pull { import, from, slots } => shared.imports.pull(import, from, slots),
             Effect::Confirm { import } => shared.imports.confirm(import),
             Effect::EndLease { import } => shared.imports.end(import),
-            Effect::ImportDone { import, outcome } => shared.imports.done(import, outcome, &shared.metrics),
+            Effect::ImportDone { import, outcome } => shared.imports.done(shared, import, outcome),
             Effect::LeaseGrown { .. } | Effect::Arrived { .. } => shared.exports.changed(),
             Effect::Wake => shared.wake.set(),
             Effect::FenceLease { .. } | Effect::FenceImport { .. } => {}

@@ -8,7 +8,7 @@ use kvc_proto::{
         admit::{LoadReport, Mode},
         reason::Reason,
     },
-    worker::Counters,
+    worker::{Counters, HandoverAnswer, LeaseKind},
 };
 use prometheus_client::{
     collector::Collector,
@@ -18,7 +18,7 @@ use prometheus_client::{
     },
     metrics::{
         MetricType,
-        counter::ConstCounter,
+        counter::{ConstCounter, Counter},
         family::Family,
         gauge::ConstGauge,
         histogram::{Histogram, exponential_buckets},
@@ -36,7 +36,26 @@ pub(crate) struct Metrics {
     lock_wait: Histogram,
     import_seconds: Histogram,
     import_bytes: Histogram,
-    import_failures: Family<Vec<(&'static str, &'static str)>, prometheus_client::metrics::counter::Counter>,
+    import_failures: Family<Labels, Counter>,
+    moved_bytes: Family<Labels, Counter>,
+    announcements: Family<Labels, Counter>,
+    handovers: Family<Labels, Counter>,
+    handover_seconds: Histogram,
+}
+
+type Labels = Vec<(&'static str, &'static str)>;
+
+/// What became of an announcement (SYNC-1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Announced {
+    /// The backup has it.
+    Sent,
+    /// The backup refuses.
+    Refused,
+    /// The backup does not answer.
+    Failed,
+    /// Too many waited.
+    Dropped,
 }
 
 /// The machine at one moment.
@@ -49,6 +68,9 @@ pub(crate) struct Scrape {
     pub(crate) sessions: u64,
     pub(crate) imports: usize,
     pub(crate) leases: usize,
+    /// Sessions whose announced turns are not pulled yet, and their missing tokens (SYNC-1).
+    pub(crate) sync_lag: (u64, u64),
+    pub(crate) draining: bool,
 }
 
 impl Metrics {
@@ -59,6 +81,8 @@ impl Metrics {
         let import_seconds = Histogram::new(exponential_buckets(1e-3, 2.0, 18));
         let import_bytes = Histogram::new(exponential_buckets(4096.0, 4.0, 14));
         let import_failures = Family::default();
+        let (moved_bytes, announcements, handovers) = (Family::default(), Family::default(), Family::default());
+        let handover_seconds = Histogram::new(exponential_buckets(2.5e-4, 2.0, 14));
         registry.register_with_unit(
             "admission",
             "Time from a question's last byte to its answer",
@@ -88,6 +112,28 @@ impl Metrics {
             "Imports that did not commit, by reason",
             import_failures.clone(),
         );
+        registry.register_with_unit(
+            "moved",
+            "KV that came from peers, by what it was for, committed or not",
+            Unit::Bytes,
+            moved_bytes.clone(),
+        );
+        registry.register(
+            "announcements",
+            "Committed turns told to backups, by outcome",
+            announcements.clone(),
+        );
+        registry.register(
+            "handovers",
+            "Questions for ownership asked of peers, by answer",
+            handovers.clone(),
+        );
+        registry.register_with_unit(
+            "handover",
+            "From a question for ownership to its answer",
+            Unit::Seconds,
+            handover_seconds.clone(),
+        );
         Self {
             registry,
             admission,
@@ -95,6 +141,10 @@ impl Metrics {
             import_seconds,
             import_bytes,
             import_failures,
+            moved_bytes,
+            announcements,
+            handovers,
+            handover_seconds,
         }
     }
 
@@ -106,14 +156,41 @@ impl Metrics {
         self.lock_wait.observe(waited.as_secs_f64());
     }
 
-    pub(crate) fn import_done(&self, failure: Option<Reason>, bytes: u64, took: Duration) {
+    pub(crate) fn import_done(&self, kind: LeaseKind, failure: Option<Reason>, bytes: u64, took: Duration) {
         self.import_seconds.observe(took.as_secs_f64());
         self.import_bytes.observe(bytes as f64);
+        self.moved_bytes
+            .get_or_create(&vec![("kind", kind_name(kind))])
+            .inc_by(bytes);
         if let Some(reason) = failure {
             self.import_failures
                 .get_or_create(&vec![("reason", reason.as_str())])
                 .inc();
         }
+    }
+
+    pub(crate) fn announced(&self, outcome: Announced, count: u64) {
+        let outcome = match outcome {
+            Announced::Sent => "sent",
+            Announced::Refused => "refused",
+            Announced::Failed => "failed",
+            Announced::Dropped => "dropped",
+        };
+        self.announcements
+            .get_or_create(&vec![("outcome", outcome)])
+            .inc_by(count);
+    }
+
+    pub(crate) fn handover_answered(&self, answer: Result<&HandoverAnswer, Reason>, took: Duration) {
+        self.handover_seconds.observe(took.as_secs_f64());
+        let answer = match answer {
+            Ok(HandoverAnswer::Granted) => "granted",
+            Ok(HandoverAnswer::Behind) => "behind",
+            Ok(HandoverAnswer::Busy) => "busy",
+            Err(Reason::PeerUnreachable | Reason::DeadlineExceeded) => "lost",
+            Err(_) => "refused",
+        };
+        self.handovers.get_or_create(&vec![("answer", answer)]).inc();
     }
 
     /// The page, in OpenMetrics text.
@@ -145,6 +222,21 @@ impl Collector for Scrape {
             "Refused admissions, turns, leases and imports",
             "reason",
             Reason::ALL.iter().map(|reason| (reason.as_str(), c.refusals(*reason))),
+        )?;
+        let kinds = ["seed", "reseed", "sync", "move"];
+        labelled(
+            &mut encoder,
+            "imports_by",
+            "Imports that committed, by what they were for; each round of a move counts",
+            "kind",
+            kinds.into_iter().zip(c.committed_by),
+        )?;
+        labelled(
+            &mut encoder,
+            "imported_tokens_by",
+            "Tokens pulled by committed imports, by what they were for",
+            "kind",
+            kinds.into_iter().zip(c.imported_by),
         )?;
         let totals: &[(&str, &str, u64)] = &[
             ("turns", "Turns that reached the scheduler", c.turns),
@@ -185,6 +277,38 @@ impl Collector for Scrape {
                 "Tokens pulled by committed imports",
                 c.imported_tokens,
             ),
+            ("syncs", "Pulls of replicas begun", c.syncs),
+            ("syncs_failed", "Pulls of replicas that failed", c.syncs_failed),
+            ("syncs_dropped", "Announcements given up", c.syncs_dropped),
+            (
+                "announcements_taken",
+                "Announcements of owners taken in",
+                c.announcements,
+            ),
+            ("handed_over", "Sessions handed over to a target", c.handed_over),
+            ("taken_over", "Sessions taken over from an owner", c.taken_over),
+            (
+                "handovers_behind",
+                "Targets told that they are behind",
+                c.handovers_behind,
+            ),
+            (
+                "handovers_busy",
+                "Targets told that the session is busy",
+                c.handovers_busy,
+            ),
+            (
+                "handover_answers_too_old",
+                "Hand-over answers discarded for their age",
+                c.answers_too_old,
+            ),
+            ("withdrawn", "Moves withdrawn for a router", c.withdrawn),
+            (
+                "superseded_turns",
+                "Turns aborted because their session was granted elsewhere",
+                c.superseded_turns,
+            ),
+            ("lost", "Sessions found to be owned elsewhere", c.lost),
             ("leases", "Leases granted to peers", c.leases),
             ("leases_revoked", "Leases ended by force", c.revocations),
             ("leases_expired", "Leases that nobody renewed", c.leases_expired),
@@ -225,12 +349,33 @@ impl Collector for Scrape {
             ("sessions", "Sessions known", self.sessions),
             ("imports_running", "Running imports", self.imports as u64),
             ("leases_live", "Live leases", self.leases as u64),
+            (
+                "sync_pending",
+                "Sessions whose announced turns are not pulled yet",
+                self.sync_lag.0,
+            ),
+            (
+                "sync_lag_tokens",
+                "Tokens announced and not pulled yet",
+                self.sync_lag.1,
+            ),
+            ("draining", "1 while the worker refuses new turns", self.draining.into()),
         ];
         for (name, help, value) in gauges {
             let gauge = ConstGauge::new(i64::try_from(*value).unwrap_or(i64::MAX));
             gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
         }
         Ok(())
+    }
+}
+
+/// As `/kvc/v1/transfers` writes it.
+fn kind_name(kind: LeaseKind) -> &'static str {
+    match kind {
+        LeaseKind::Follow => "seed",
+        LeaseKind::Replica => "reseed",
+        LeaseKind::Sync => "sync",
+        LeaseKind::Prepare => "move",
     }
 }
 
@@ -257,7 +402,14 @@ mod tests {
     fn the_page_names_every_mode_and_reason() {
         let metrics = Metrics::new();
         metrics.admission_took(Duration::from_micros(30));
-        metrics.import_done(Some(Reason::LeaseRevoked), 4096, Duration::from_millis(3));
+        metrics.import_done(
+            LeaseKind::Sync,
+            Some(Reason::LeaseRevoked),
+            4096,
+            Duration::from_millis(3),
+        );
+        metrics.announced(Announced::Failed, 2);
+        metrics.handover_answered(Err(Reason::PeerUnreachable), Duration::from_millis(3));
         let page = metrics
             .page(Scrape {
                 counters: Counters::default(),
@@ -267,6 +419,8 @@ mod tests {
                 sessions: 1,
                 imports: 0,
                 leases: 0,
+                sync_lag: (2, 700),
+                draining: true,
             })
             .unwrap();
         for part in [
@@ -274,6 +428,14 @@ mod tests {
             "kvc_refusals_total{reason=\"session-busy\"} 0",
             "kvc_leases_revoked_total 0",
             "kvc_held_tokens 3",
+            "kvc_moved_bytes_total{kind=\"sync\"} 4096",
+            "kvc_announcements_total{outcome=\"failed\"} 2",
+            "kvc_handovers_total{answer=\"lost\"} 1",
+            "kvc_handover_seconds_count 1",
+            "kvc_imports_by_total{kind=\"move\"} 0",
+            "kvc_sync_pending 2",
+            "kvc_sync_lag_tokens 700",
+            "kvc_draining 1",
             "kvc_admission_seconds_count 1",
             "kvc_import_failures_total{reason=\"lease-revoked\"} 1",
             "# EOF",

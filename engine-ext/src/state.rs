@@ -31,7 +31,7 @@ use crate::{
     peer::{self, Peers},
     pool::Pool,
     timer::{self, Timer},
-    transfer::{Exports, Imports},
+    transfer::{Announcer, Exports, Imports, Serving},
     wake::Wake,
 };
 
@@ -125,6 +125,7 @@ impl Engine {
         let pool = Pool::register(facts.layout.clone(), mover.as_ref())?;
         let page_tokens = facts.layout.shape().page_tokens;
         let incarnation = Incarnation(random().map_err(system("random bytes"))?);
+        let serving = Arc::new(Serving::default());
         let shared = Arc::new(Shared {
             worker: Mutex::new(Worker::new(config.worker(facts.capacity, page_tokens), incarnation)),
             origin: Instant::now(),
@@ -139,8 +140,10 @@ impl Engine {
             wake: Wake::new().map_err(system("wake descriptor"))?,
             fences: Fences::default(),
             timer: Timer::new(),
-            exports: Exports::default(),
-            imports: Imports::default(),
+            exports: Exports::new(serving.clone()),
+            imports: Imports::new(serving.clone()),
+            announcer: Announcer::default(),
+            serving,
             peers: Peers::new(&config)?,
             runtime: runtime.handle().clone(),
             mover,
@@ -272,6 +275,8 @@ pub(crate) struct Shared {
     pub(crate) timer: Timer,
     pub(crate) exports: Exports,
     pub(crate) imports: Imports,
+    pub(crate) announcer: Announcer,
+    pub(crate) serving: Arc<Serving>,
     pub(crate) peers: Peers,
     pub(crate) runtime: Handle,
     // Dropped before `facts`, whose layout keeps the memory.
@@ -288,7 +293,7 @@ impl Shared {
     }
 
     /// Asks the machine, then carries out its effects; every call from any thread goes this way.
-    pub(crate) fn call<R>(&self, ask: impl FnOnce(&mut Worker, Now) -> R) -> R {
+    pub(crate) fn call<R>(self: &Arc<Self>, ask: impl FnOnce(&mut Worker, Now) -> R) -> R {
         let (answer, effects) = {
             let mut worker = match self.worker.try_lock() {
                 Ok(worker) => worker,
@@ -304,7 +309,7 @@ impl Shared {
     }
 
     /// What `GET /kvc/v1/info` answers.
-    pub(crate) fn info(&self) -> WorkerInfo {
+    pub(crate) fn info(self: &Arc<Self>) -> WorkerInfo {
         let (load, draining) = self.call(|worker, _| (worker.load(None), worker.draining()));
         WorkerInfo {
             incarnation: self.incarnation,

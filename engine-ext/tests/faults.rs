@@ -70,12 +70,6 @@ fn mid_pull(p: &mut TestEngine, d: &mut TestEngine) -> (TestTurn, Vec<Token>, An
     (turn, prompt, answer, reservation)
 }
 
-fn code(answer: &(u16, serde_json::Value)) -> &str {
-    answer.1["error"]["code"]
-        .as_str()
-        .unwrap_or_else(|| panic!("no error: {answer:?}"))
-}
-
 #[test]
 fn an_exporter_that_dies_mid_pull_costs_only_the_import() {
     // XFER-7, F12.

@@ -14,13 +14,6 @@ use kvc_proto::wire::admit::ADMIT_PATH;
 use serde_json::{Value, json};
 use support::*;
 
-/// Everything that a request could change.
-fn state(engine: &TestEngine) -> (Value, Value, Value) {
-    let mut client = client(engine);
-    let mut get = |path: &str| client.get(path).unwrap().1;
-    (get("/kvc/v1/info"), get("/kvc/v1/sessions"), get("/kvc/v1/transfers"))
-}
-
 fn good() -> Value {
     json!({"session_id": "s", "turn": 0, "input_tokens": 100, "append_tokens": 100, "max_new_tokens": 8,
            "router": "00000000000000aa", "request": 1, "attempt": 0})
@@ -63,6 +56,19 @@ fn bad_admission_questions_are_named_and_change_nothing() {
         (with("router", json!("xyz")).to_string().into(), "body"),
         (with("placement", json!({"n": 1})).to_string().into(), "store"),
         (with("incarnation", json!("1")).to_string().into(), "body"),
+        (
+            with("backup", json!({"peer": "127.0.0.1:1"})).to_string().into(),
+            "incarnation",
+        ),
+        (
+            with(
+                "backup",
+                json!({"peer": "localhost:1", "incarnation": "0000000000000001"}),
+            )
+            .to_string()
+            .into(),
+            "backup.peer",
+        ),
         (vec![b' '; 20_000], "larger than"),
         (format!("{}{}", "[".repeat(5000), "]".repeat(5000)).into_bytes(), "body"),
     ];
@@ -95,7 +101,51 @@ fn bad_requests_elsewhere_are_named_and_change_nothing() {
         body.to_string().into_bytes()
     };
     let cases: Vec<(&str, &str, Vec<u8>, u16, &str)> = vec![
-        ("POST", "/kvc/v1/sessions/s/import", b"{}".to_vec(), 400, "reservation"),
+        ("POST", "/kvc/v1/sessions/s/import", b"{}".to_vec(), 400, "placement"),
+        (
+            "POST",
+            "/kvc/v1/sessions/s/import",
+            but("source", json!("neighbour")),
+            400,
+            "source",
+        ),
+        (
+            "POST",
+            "/kvc/v1/sessions/s/import",
+            but("source", json!("owner")),
+            400,
+            "reservation",
+        ),
+        (
+            "POST",
+            "/kvc/v1/sessions/s/import",
+            but("reservation", Value::Null),
+            400,
+            "reservation",
+        ),
+        ("POST", "/kvc/v1/sessions/s/withdraw", b"{}".to_vec(), 400, "placement"),
+        (
+            "POST",
+            "/kvc/v1/sessions/s/withdraw",
+            br#"{"placement": {"n": 1, "store": "0000000000000001"}, "incarnation": "0000000000000001"}"#.to_vec(),
+            409,
+            "held",
+        ),
+        (
+            "POST",
+            "/kvc/v1/drain",
+            br#"{"deadline_ms": 3600001}"#.to_vec(),
+            400,
+            "deadline_ms",
+        ),
+        (
+            "POST",
+            "/kvc/v1/drain",
+            br#"{"draining": "yes"}"#.to_vec(),
+            400,
+            "draining",
+        ),
+        ("GET", "/kvc/v1/drain", Vec::new(), 405, "method"),
         (
             "POST",
             "/kvc/v1/sessions/s/import",

@@ -41,6 +41,12 @@ keys! {
     SESSION_CAP = "session_cap", None, "most tokens one session may hold; absent: rho of the pool (SES-3)";
     REMEMBERED = "remembered", Some("100000"), "evicted sessions whose identity is kept (SES-1)";
     IMPORT_DEADLINE_MS = "import_deadline_ms", Some("120000"), "the longest an import may take (XFER-7)";
+    SYNC = "sync", Some("true"), "keep replicas for others and announce to those that keep ours (SYNC-3)";
+    SYNC_IMPORTS = "sync_imports", Some("2"), "replicas pulled at the same time (SYNC-1)";
+    SYNC_DEADLINE_MS = "sync_deadline_ms", Some("60000"), "the longest a replica's pull may take (XFER-7)";
+    HANDOVER_DEADLINE_MS = "handover_deadline_ms", Some("2000"), "a hand-over answer older than this counts as lost (MIG-2)";
+    HANDOVER_HOLD_MS = "handover_hold_ms", Some("20"), "how long a turn is held back for a target one step behind; 0: never (MIG-1)";
+    DRAIN_MS = "drain_ms", Some("30000"), "how long a stopping engine waits for its sessions to be moved; 0: not at all (MIG-4)";
     STREAMS = "streams", Some("2"), "data streams per read";
     CHECKSUM = "checksum", Some("false"), "checksum every chunk (XFER-8)";
 }

@@ -58,6 +58,18 @@ pub struct Config {
     pub remembered: usize,
     /// XFER-7: the longest an import may take, whatever the request says.
     pub import_deadline: Duration,
+    /// SYNC-3: keep replicas, and announce to those that keep ours.
+    pub sync: bool,
+    /// SYNC-1: replicas pulled at the same time.
+    pub sync_imports: usize,
+    /// XFER-7: the longest a replica's pull may take.
+    pub sync_deadline: Duration,
+    /// MIG-2: the age at which a hand-over answer counts as lost.
+    pub handover_deadline: Duration,
+    /// MIG-1: how long a turn is held back for a target that is one step behind.
+    pub handover_hold: Duration,
+    /// MIG-4: how long a stopping engine drains; zero: not at all. For the adapter, which knows when its engine stops.
+    pub drain: Duration,
     /// Data streams per read.
     pub streams: usize,
     /// XFER-8.
@@ -123,6 +135,12 @@ impl Config {
             session_cap: source.optional_number(keys::SESSION_CAP, 1, 1 << 30)?,
             remembered: source.number(keys::REMEMBERED, 0, 10_000_000)? as usize,
             import_deadline: source.millis(keys::IMPORT_DEADLINE_MS, 10, 3_600_000)?,
+            sync: source.switch(keys::SYNC)?,
+            sync_imports: source.number(keys::SYNC_IMPORTS, 1, 64)? as usize,
+            sync_deadline: source.millis(keys::SYNC_DEADLINE_MS, 100, 3_600_000)?,
+            handover_deadline: source.millis(keys::HANDOVER_DEADLINE_MS, 10, 60_000)?,
+            handover_hold: source.millis(keys::HANDOVER_HOLD_MS, 0, 1_000)?,
+            drain: source.millis(keys::DRAIN_MS, 0, 3_600_000)?,
             streams: source.number(keys::STREAMS, 1, 64)? as usize,
             checksum: source.switch(keys::CHECKSUM)?,
         };
@@ -154,6 +172,11 @@ impl Config {
             session_cap: self.session_cap.unwrap_or(usable).min(usable.max(1)),
             lease: self.lease,
             lease_max: self.lease_max,
+            sync: self.sync,
+            sync_imports: self.sync_imports,
+            sync_deadline: self.sync_deadline,
+            handover_deadline: self.handover_deadline,
+            handover_hold: self.handover_hold,
             remembered: self.remembered,
         }
     }

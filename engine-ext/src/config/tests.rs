@@ -39,7 +39,11 @@ fn defaults_are_those_of_the_specification() {
     let c = Config::defaults().unwrap();
     assert_eq!((c.max_uncached_tokens, c.rho_permille, c.clip), (8192, 950, 4096));
     assert_eq!((c.reservation, c.rule), (Duration::from_secs(30), CapacityRule::Growth));
-    assert!(c.evict_idle && c.listen.ip().is_loopback() && c.peer_listen.ip().is_loopback());
+    assert_eq!(
+        (c.handover_deadline, c.drain),
+        (Duration::from_secs(2), Duration::from_secs(30))
+    );
+    assert!(c.sync && c.evict_idle && c.listen.ip().is_loopback() && c.peer_listen.ip().is_loopback());
 }
 
 #[test]
@@ -92,6 +96,13 @@ fn each_mistake_is_one_line_with_field_and_fix() {
             &[("reservation_ms", "-1")],
             &[],
             &["reservation_ms", "milliseconds from 100"],
+        ),
+        (&[("sync", "on")], &[], &["sync", "true or false"]),
+        (&[], &[("KVC_SYNC_IMPORTS", "0")], &["sync_imports", "from 1 to"]),
+        (
+            &[("handover_deadline_ms", "0")],
+            &[],
+            &["handover_deadline_ms", "from 10"],
         ),
         (&[("session_cap", "0")], &[], &["session_cap", "from 1 to"]),
         (

@@ -1,6 +1,9 @@
 //! [`TestEngine`]: the loop, the allocator and the turns.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use kvc_cuda::{Dtype, HostArena, Shape};
 use kvc_proto::{
@@ -54,6 +57,7 @@ pub struct TestEngine {
     tree: Tree,
     landing: BTreeMap<ImportId, Landing>,
     running: BTreeMap<TurnId, u32>,
+    aborted: BTreeSet<TurnId>,
 }
 
 struct Landing {
@@ -116,6 +120,7 @@ impl TestEngine {
             tree: Tree::default(),
             landing: BTreeMap::new(),
             running: BTreeMap::new(),
+            aborted: BTreeSet::new(),
         })
     }
 
@@ -268,6 +273,11 @@ impl TestEngine {
         self.end(&turn, frees);
     }
 
+    /// Whether the machine wants this turn to end (SES-4); the caller aborts it, as an engine's next step would.
+    pub fn is_aborted(&self, turn: &TestTurn) -> bool {
+        self.aborted.contains(&turn.id)
+    }
+
     /// A whole turn.
     ///
     /// # Errors
@@ -340,6 +350,7 @@ impl TestEngine {
                 identity,
             } => self.land(import, tokens, held, identity.0.to_string()),
             Command::Commit { import, share } => self.share(import, share),
+            Command::Abort { turn } => drop(self.aborted.insert(turn)),
         }
     }
 

@@ -6,13 +6,16 @@ use std::{net::SocketAddr, time::Duration};
 use axum::body::Body;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use kvc_proto::wire::{
-    admit::{AdmitRequest, ImportRequest},
+    admit::{AdmitRequest, DrainRequest, ImportRequest},
     reason::{Reason, Refusal},
 };
 use serde::de::DeserializeOwned;
 
 /// From the head to the body's last byte.
 const READ: Duration = Duration::from_secs(5);
+
+/// The longest a drain is waited for, in milliseconds.
+const DRAIN_MAX_MS: u32 = 3_600_000;
 
 /// The largest count of tokens a request may name.
 const TOKENS_MAX: u32 = 1 << 30;
@@ -54,13 +57,19 @@ pub(super) fn checked(question: &AdmitRequest) -> Result<(), Refusal> {
             "max_new_tokens is {max_new}, at most {TOKENS_MAX} is allowed"
         )));
     }
+    if let Some(backup) = q.backup.as_ref().filter(|b| b.peer.parse::<SocketAddr>().is_err()) {
+        return Err(bad(format!(
+            "backup.peer is {:?}, expected ip:port",
+            clipped(&backup.peer)
+        )));
+    }
     Ok(())
 }
 
 /// A peer is named by address, so that no name service decides whom a worker calls.
 pub(super) fn checked_import(request: &ImportRequest) -> Result<(), Refusal> {
     if request.peer.parse::<SocketAddr>().is_err() {
-        return Err(bad(format!("peer is {:?}, expected ip:port", request.peer)));
+        return Err(bad(format!("peer is {:?}, expected ip:port", clipped(&request.peer))));
     }
     if request.deadline_ms == 0 {
         return Err(bad("deadline_ms is 0, expected 1 or more".into()));
@@ -68,13 +77,29 @@ pub(super) fn checked_import(request: &ImportRequest) -> Result<(), Refusal> {
     Ok(())
 }
 
+fn clipped(text: &str) -> String {
+    text.chars().take(64).collect()
+}
+
 pub(super) fn bad(message: String) -> Refusal {
     Refusal::new(Reason::BadRequest, message)
+}
+
+/// A drain is waited for on a connection; longer than this it is asked for again.
+pub(super) fn checked_drain(request: &DrainRequest) -> Result<(), Refusal> {
+    if request.deadline_ms > DRAIN_MAX_MS {
+        return Err(bad(format!(
+            "deadline_ms is {}, at most {DRAIN_MAX_MS} is allowed",
+            request.deadline_ms
+        )));
+    }
+    Ok(())
 }
 
 /// Fuzz target: whatever comes is refused with a sentence, or is a question that survives being written again.
 #[cfg(feature = "harness")]
 pub(crate) fn fuzz(input: &[u8]) {
+    use kvc_proto::wire::admit::{ReleaseRequest, WithdrawRequest};
     if let Ok(question) = parsed::<AdmitRequest>(input)
         && checked(&question).is_ok()
     {
@@ -84,5 +109,12 @@ pub(crate) fn fuzz(input: &[u8]) {
     if let Ok(order) = parsed::<ImportRequest>(input) {
         let _ = checked_import(&order);
     }
-    let _ = parsed::<kvc_proto::wire::admit::ReleaseRequest>(input);
+    if let Ok(order) = parsed::<WithdrawRequest>(input) {
+        let again = serde_json::to_vec(&order).unwrap_or_default();
+        assert_eq!(parsed::<WithdrawRequest>(&again).ok(), Some(order));
+    }
+    if let Ok(order) = parsed::<DrainRequest>(input) {
+        let _ = checked_drain(&order);
+    }
+    let _ = parsed::<ReleaseRequest>(input);
 }

@@ -44,7 +44,7 @@ pub(super) async fn serve(shared: Arc<Shared>, router: Router, stream: TcpStream
     }
 }
 
-async fn admit(shared: &Shared, request: Request<Incoming>) -> Response<Body> {
+async fn admit(shared: &Arc<Shared>, request: Request<Incoming>) -> Response<Body> {
     let question = match body::json::<AdmitRequest>(Body::new(request.into_body()), ADMIT_MAX).await {
         Ok(question) => question,
         Err(refusal) => return answer::refusal(&refusal),

@@ -1,4 +1,4 @@
-//! All other routes: information, sessions, imports, releases, metrics.
+//! All other routes: information, sessions, imports and their withdrawal, releases, drain, metrics.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,18 +13,20 @@ use hyper::{Response, StatusCode, header};
 use kvc_proto::{
     id::{ImportId, SessionId},
     wire::{
-        admit::{ADMIT_PATH, ImportRequest, ReleaseRequest},
+        admit::{ADMIT_PATH, DrainRequest, ImportRequest, ReleaseRequest, WithdrawRequest},
         reason::{Reason, Refusal},
     },
 };
 use tokio::time::Instant;
 
-use crate::{metrics::Scrape, state::Shared, transfer::import};
+use crate::{metrics::Scrape, state::Shared};
 
 use super::{answer, body};
 
 /// Bytes of an import's or release's body.
 const BODY_MAX: usize = 16 << 10;
+/// Between two looks at how far a drain is: each look counts the sessions.
+const DRAIN_LOOK: Duration = Duration::from_millis(100);
 /// Sessions on one page when nobody says how many, and at most.
 const PAGE: usize = 100;
 const PAGE_MAX: usize = 1000;
@@ -37,7 +39,9 @@ pub(super) fn router(shared: Arc<Shared>) -> Router {
         .route("/kvc/v1/sessions", get(sessions))
         .route("/kvc/v1/sessions/{id}", get(session))
         .route("/kvc/v1/sessions/{id}/import", post(import))
+        .route("/kvc/v1/sessions/{id}/withdraw", post(withdraw))
         .route("/kvc/v1/sessions/{id}/release", post(release))
+        .route("/kvc/v1/drain", post(drain))
         .route("/kvc/v1/transfers", get(transfers))
         // POST is answered before routing; this names the method to others.
         .route(ADMIT_PATH, post(no_route))
@@ -84,6 +88,8 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> Answer {
                 sessions: sessions as u64,
                 imports,
                 leases,
+                sync_lag: worker.sync_lag(),
+                draining: worker.draining(),
             }
         });
         shared.metrics.page(scrape)
@@ -157,18 +163,11 @@ async fn import(State(shared): State<Arc<Shared>>, Path(id): Path<String>, body:
     let begun = shared.call(|worker, now| {
         let import = worker.import(&id, &request, now)?;
         // In the same step: no effect of this import can come before its entry.
-        Ok::<_, Refusal>((import, shared.imports.register(import)))
+        Ok::<_, Refusal>((import, shared.imports.request(&shared, import, deadline)))
     });
-    let (import, registered) = begun?;
+    let (import, answer) = begun?;
     let mut guard = CancelOnDrop(Some((shared.clone(), import)));
-    shared.runtime.spawn(import::run(
-        shared.clone(),
-        import,
-        registered.control,
-        registered.steps,
-        deadline,
-    ));
-    let outcome = match tokio::time::timeout_at(deadline, registered.answer).await {
+    let outcome = match tokio::time::timeout_at(deadline, answer).await {
         Ok(Ok(outcome)) => {
             guard.0 = None;
             outcome
@@ -184,6 +183,35 @@ async fn import(State(shared): State<Arc<Shared>>, Path(id): Path<String>, body:
         }
     };
     Ok(answer::json(&outcome?))
+}
+
+/// MIG-2: what became of a move; either answer is for good.
+async fn withdraw(State(shared): State<Arc<Shared>>, Path(id): Path<String>, body: Body) -> Answer {
+    let id = named(&id)?;
+    let request: WithdrawRequest = body::json(body, BODY_MAX).await?;
+    let answer = shared.call(|worker, now| worker.withdraw(&id, &request, now))?;
+    tracing::info!(session = %id, placement = request.placement.n, ?answer, "move withdrawn or owned");
+    Ok(answer::json(&answer))
+}
+
+/// MIG-4: answers when nothing is left here, when somebody ends the drain, or at the deadline.
+async fn drain(State(shared): State<Arc<Shared>>, body: Body) -> Answer {
+    let request: DrainRequest = body::json(body, BODY_MAX).await?;
+    body::checked_drain(&request)?;
+    let until = Instant::now() + Duration::from_millis(request.deadline_ms.into());
+    shared.call(|worker, _| worker.set_draining(request.draining));
+    tracing::info!(
+        draining = request.draining,
+        deadline_ms = request.deadline_ms,
+        "drain asked for"
+    );
+    loop {
+        let (answer, draining) = shared.call(|worker, _| (worker.drain_state(), worker.draining()));
+        if answer.drained || !draining || Instant::now() >= until {
+            return Ok(answer::json(&answer));
+        }
+        tokio::time::sleep_until(until.min(Instant::now() + DRAIN_LOOK)).await;
+    }
 }
 
 /// Cancels its import unless disarmed: hyper drops the handler when the client closes the connection.

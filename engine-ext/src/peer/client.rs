@@ -2,14 +2,15 @@
 
 use std::{
     collections::HashMap,
+    net::SocketAddr,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
 use kvc_proto::{
-    id::{Epoch, Incarnation, LeaseId, Placement, SessionId, StoreId},
+    id::{Epoch, Incarnation, LeaseId, Placement, StoreId},
     wire::reason::{Reason, Refusal},
-    worker::{Identity, LeaseGrant, LeaseView, Slot},
+    worker::{Announcement, Handover, HandoverAnswer, Have, Identity, LeaseGrant, LeaseKind, LeaseView, Slot},
 };
 use kvc_rdma::{LeaseToken, RegionKey};
 use tokio::time::{Instant, timeout_at};
@@ -19,7 +20,12 @@ use tonic::{
     transport::{Channel, ClientTlsConfig, Endpoint},
 };
 
-use crate::{Config, StartError, pool::PeerPool, state::Shared, transfer::Granted};
+use crate::{
+    Config, StartError,
+    pool::PeerPool,
+    state::Shared,
+    transfer::{Granted, import::Order},
+};
 
 use super::{
     BEARER, PROTOCOL,
@@ -164,24 +170,77 @@ impl Peers {
 
 impl Peer {
     /// Waits, until the import's deadline, for the turn to arrive there.
-    pub(crate) async fn lease(
-        &self,
-        session: &SessionId,
-        placement: Placement,
-        deadline: Instant,
-    ) -> Result<Granted, Refusal> {
+    pub(crate) async fn lease(&self, order: &Order, deadline: Instant) -> Result<Granted, Refusal> {
         let wait = deadline.saturating_duration_since(Instant::now());
+        let kind = match order.kind {
+            LeaseKind::Follow => wire::LeaseKind::Follow,
+            LeaseKind::Replica => wire::LeaseKind::Replica,
+            LeaseKind::Sync => wire::LeaseKind::Sync,
+            LeaseKind::Prepare => wire::LeaseKind::Prepare,
+        };
         let request = wire::LeaseRequest {
-            session: session.to_string(),
-            placement: placement.n,
-            store: placement.store.0,
+            session: order.session.to_string(),
+            placement: order.placement.n,
+            store: order.placement.store.0,
             wait_ms: millis(wait),
+            kind: kind.into(),
+            have_tokens: order.have.map_or(0, |have| have.tokens),
+            have_digest: order.have.map_or_else(Vec::new, |have| have.digest.0.to_vec()),
         };
         let mut client = self.client.clone();
         let reply = self
             .within(deadline, "lease", client.lease(self.signed(request)))
             .await?;
-        granted(reply).ok_or_else(|| self.broke("lease"))
+        granted(reply, order.have).ok_or_else(|| self.broke("lease"))
+    }
+
+    /// SYNC-1: tells a backup what `from` has committed.
+    pub(crate) async fn announce(
+        &self,
+        from: SocketAddr,
+        announcement: &Announcement,
+        until: Instant,
+    ) -> Result<(), Refusal> {
+        let request = wire::AnnounceRequest {
+            session: announcement.session.to_string(),
+            placement: announcement.epoch.placement.n,
+            store: announcement.epoch.placement.store.0,
+            rewind: announcement.epoch.rewind,
+            committed: announcement.committed,
+            digest: announcement.digest.0.to_vec(),
+            identity: announcement.identity.0.to_string(),
+            from: from.to_string(),
+        };
+        let mut client = self.client.clone();
+        self.within(until, "announce", client.announce(self.signed(request)))
+            .await
+            .map(|_| ())
+    }
+
+    /// MIG-1: asks the owner to hand over to the worker at `to`.
+    pub(crate) async fn handover(
+        &self,
+        to: SocketAddr,
+        asked: &Handover,
+        until: Instant,
+    ) -> Result<HandoverAnswer, Refusal> {
+        let request = wire::HandoverRequest {
+            session: asked.session.to_string(),
+            incarnation: asked.incarnation.0,
+            pending: asked.pending.n,
+            pending_store: asked.pending.store.0,
+            placement: asked.epoch.placement.n,
+            store: asked.epoch.placement.store.0,
+            rewind: asked.epoch.rewind,
+            committed: asked.committed,
+            digest: asked.digest.0.to_vec(),
+            to: to.to_string(),
+        };
+        let mut client = self.client.clone();
+        let reply = self
+            .within(until, "handover", client.handover(self.signed(request)))
+            .await?;
+        decided(&reply).ok_or_else(|| self.broke("handover"))
     }
 
     /// What became readable past `from`; waits at most `wait` for it.
@@ -302,11 +361,12 @@ async fn challenge(shared: &Shared, client: &mut PeerClient<Channel>, address: &
     }
 }
 
-/// A grant whose numbers add up.
-pub(super) fn granted(reply: wire::LeaseReply) -> Option<Granted> {
+/// A grant whose numbers add up: no token is skipped that the importer does not have.
+pub(super) fn granted(reply: wire::LeaseReply, have: Option<Have>) -> Option<Granted> {
     let token: [u8; 32] = reply.token.as_slice().try_into().ok()?;
-    let tokens = reply.tokens.len();
-    if reply.lives_ms == 0 || reply.share as usize > tokens || reply.readable as usize > tokens {
+    let end = u32::try_from(reply.tokens.len()).ok()?.checked_add(reply.after)?;
+    let skips = reply.after == 0 || have.is_some_and(|have| have.tokens == reply.after);
+    if reply.lives_ms == 0 || !skips || reply.share > end || reply.readable > end {
         return None;
     }
     let placement = Placement {
@@ -321,6 +381,7 @@ pub(super) fn granted(reply: wire::LeaseReply) -> Option<Granted> {
                 rewind: reply.rewind,
             },
             identity: Identity(reply.identity.into()),
+            after: reply.after,
             tokens: reply.tokens.into(),
             readable: reply.readable,
             share: reply.share,
@@ -328,6 +389,16 @@ pub(super) fn granted(reply: wire::LeaseReply) -> Option<Granted> {
         },
         token: LeaseToken::from_bytes(token),
     })
+}
+
+/// A decision, and nothing else: an empty message is none.
+pub(super) fn decided(reply: &wire::HandoverReply) -> Option<HandoverAnswer> {
+    match wire::HandoverAnswer::try_from(reply.answer) {
+        Ok(wire::HandoverAnswer::Granted) => Some(HandoverAnswer::Granted),
+        Ok(wire::HandoverAnswer::Behind) => Some(HandoverAnswer::Behind),
+        Ok(wire::HandoverAnswer::Busy) => Some(HandoverAnswer::Busy),
+        Ok(wire::HandoverAnswer::None) | Err(_) => None,
+    }
 }
 
 /// The slots of a view, unless a run leaves the peer's pool of `pool` slots or all together are more than it has: no

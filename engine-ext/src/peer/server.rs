@@ -11,9 +11,9 @@ use std::{
 };
 
 use kvc_proto::{
-    id::{Incarnation, LeaseId, Placement, SessionId, StoreId},
+    id::{Incarnation, LeaseId},
     wire::reason::{Reason, Refusal},
-    worker::LeaseRequest,
+    worker::HandoverAnswer,
 };
 use tokio::{
     net::TcpListener,
@@ -26,11 +26,16 @@ use tonic::{
     transport::{Server, ServerTlsConfig},
 };
 
-use crate::{StartError, state::Shared, transfer::Exports};
+use crate::{
+    StartError,
+    state::Shared,
+    transfer::{Exports, handover},
+};
 
 use super::{
     BEARER, PROTOCOL,
     auth::{self, Nonce, Side, Transcript},
+    parse,
     status::{chain, refuse},
     stream::{Connection, HANDSHAKE, PING, PeerStream, connection},
     wire::{self, peer_server},
@@ -262,15 +267,7 @@ impl peer_server::Peer for PeerService {
     async fn lease(&self, request: Request<wire::LeaseRequest>) -> Result<Response<wire::LeaseReply>, Status> {
         let holder = self.holder(&request)?;
         let asked = request.into_inner();
-        let session = SessionId::new(&asked.session).map_err(|e| bad(e.to_string()))?;
-        let lease = LeaseRequest {
-            session,
-            placement: Placement {
-                n: asked.placement,
-                store: StoreId(asked.store),
-            },
-            incarnation: self.shared.incarnation,
-        };
+        let lease = parse::lease(&asked, self.shared.incarnation).map_err(|e| refuse(&e))?;
         let granted = Exports::grant(&self.shared, &lease, holder, wait(asked.wait_ms))
             .await
             .map_err(|e| refuse(&e))?;
@@ -287,6 +284,7 @@ impl peer_server::Peer for PeerService {
             readable: grant.readable,
             share: grant.share,
             lives_ms: u32::try_from(grant.lives.as_millis()).unwrap_or(u32::MAX),
+            after: grant.after,
         }))
     }
 
@@ -336,6 +334,29 @@ impl peer_server::Peer for PeerService {
         let lease = self.named(request)?;
         self.shared.call(|worker, now| worker.end_lease(lease, now));
         Ok(Response::new(wire::Done {}))
+    }
+
+    async fn announce(&self, request: Request<wire::AnnounceRequest>) -> Result<Response<wire::Done>, Status> {
+        let holder = self.holder(&request)?;
+        let (from, announcement) = parse::announcement(&request.into_inner(), holder).map_err(|e| refuse(&e))?;
+        self.shared
+            .call(|worker, now| worker.announced(from, &announcement, now))
+            .map_err(|e| refuse(&e))?;
+        Ok(Response::new(wire::Done {}))
+    }
+
+    async fn handover(&self, request: Request<wire::HandoverRequest>) -> Result<Response<wire::HandoverReply>, Status> {
+        let holder = self.holder(&request)?;
+        let (to, asked) = parse::handover(&request.into_inner(), holder).map_err(|e| refuse(&e))?;
+        let answer = handover::answer(&self.shared, &asked, &to)
+            .await
+            .map_err(|e| refuse(&e))?;
+        let answer = match answer {
+            HandoverAnswer::Granted => wire::HandoverAnswer::Granted,
+            HandoverAnswer::Behind => wire::HandoverAnswer::Behind,
+            HandoverAnswer::Busy => wire::HandoverAnswer::Busy,
+        };
+        Ok(Response::new(wire::HandoverReply { answer: answer.into() }))
     }
 }
 

@@ -81,10 +81,180 @@ fn nothing_is_answered_before_hello() {
             client.renew(name()).await.map(|_| ()).unwrap_err(),
             client.confirm(name()).await.map(|_| ()).unwrap_err(),
             client.end(name()).await.map(|_| ()).unwrap_err(),
+            client.announce(news(|_| ())).await.map(|_| ()).unwrap_err(),
+            client.handover(question(|_| ())).await.map(|_| ()).unwrap_err(),
         ];
         for status in &codes {
             assert_eq!(refusal("p", status).code, Reason::Unauthenticated, "{status}");
         }
+    });
+}
+
+/// An announcement of 64 tokens, with one thing changed.
+fn news(change: impl FnOnce(&mut wire::AnnounceRequest)) -> wire::AnnounceRequest {
+    let mut news = wire::AnnounceRequest {
+        session: "s".into(),
+        placement: 3,
+        store: 1,
+        rewind: 0,
+        committed: 64,
+        digest: vec![7; 16],
+        identity: String::new(),
+        from: "127.0.0.1:1".into(),
+    };
+    change(&mut news);
+    news
+}
+
+/// A question for ownership of 64 tokens, with one thing changed.
+fn question(change: impl FnOnce(&mut wire::HandoverRequest)) -> wire::HandoverRequest {
+    let mut question = wire::HandoverRequest {
+        session: "s".into(),
+        incarnation: 0,
+        pending: 9,
+        pending_store: 1,
+        placement: 3,
+        store: 1,
+        rewind: 0,
+        committed: 64,
+        digest: vec![7; 16],
+        to: "127.0.0.1:1".into(),
+    };
+    change(&mut question);
+    question
+}
+
+/// Everything a message could change.
+fn held(worker: &TestEngine) -> String {
+    worker.engine().scheduler(|w, now| {
+        format!(
+            "{:?} {:?} {:?} {:?} {:?}",
+            w.sessions(None, 100, now),
+            w.transfers(now),
+            w.load(None),
+            w.sync_lag(),
+            w.counts()
+        )
+    })
+}
+
+#[test]
+fn a_bad_field_is_refused_by_name_and_changes_nothing() {
+    // SYNC-1, MIG-1, T9.
+    let worker = worker();
+    Runtime::new().unwrap().block_on(async {
+        let mut peer = Reader::greet(&worker, 1).await;
+        let before = held(&worker);
+        let long = "x".repeat(9 << 10);
+        let announcements = [
+            ("session_id", news(|n| n.session.clear())),
+            ("session_id", news(|n| n.session = "x".repeat(300))),
+            ("digest", news(|n| n.digest.truncate(15))),
+            ("digest", news(|n| n.digest.push(0))),
+            ("committed", news(|n| n.committed = 0)),
+            ("committed", news(|n| n.committed = u32::MAX)),
+            ("identity", news(|n| n.identity = long)),
+            ("from", news(|n| n.from = "worker:70".into())),
+            ("from", news(|n| n.from = "127.0.0.1:0".into())),
+        ];
+        for (field, message) in announcements {
+            let why = peer.client.announce(peer.signed(message)).await.unwrap_err();
+            let why = refusal("p", &why);
+            assert_eq!(why.code, Reason::BadRequest, "{field}: {why}");
+            assert!(why.message.contains(field), "{field}: {why}");
+        }
+        let questions = [
+            ("session_id", question(|q| q.session = "a\u{1}".into())),
+            ("digest", question(|q| q.digest.clear())),
+            ("digest", question(|q| q.digest = vec![0; 32])),
+            ("committed", question(|q| q.committed = 0)),
+            ("to", question(|q| q.to.clear())),
+        ];
+        for (field, message) in questions {
+            let why = peer.client.handover(peer.signed(message)).await.unwrap_err();
+            let why = refusal("p", &why);
+            assert_eq!(why.code, Reason::BadRequest, "{field}: {why}");
+            assert!(why.message.contains(field), "{field}: {why}");
+        }
+        let ask = |change: fn(&mut wire::LeaseRequest)| {
+            let mut ask = wire::LeaseRequest {
+                session: "s".into(),
+                placement: 3,
+                store: 1,
+                ..Default::default()
+            };
+            change(&mut ask);
+            ask
+        };
+        let leases = [
+            ("session_id", ask(|l| l.session.clear())),
+            ("kind", ask(|l| l.kind = 4)),
+            ("kind", ask(|l| l.kind = -1)),
+            ("have_digest", ask(|l| l.have_tokens = 5)),
+            ("have_digest", ask(|l| l.have_digest = vec![0; 16])),
+            (
+                "have_tokens",
+                ask(|l| (l.have_tokens, l.have_digest) = (u32::MAX, vec![0; 16])),
+            ),
+        ];
+        for (field, message) in leases {
+            let why = peer.client.lease(peer.signed(message)).await.unwrap_err();
+            let why = refusal("p", &why);
+            assert_eq!(why.code, Reason::BadRequest, "{field}: {why}");
+            assert!(why.message.contains(field), "{field}: {why}");
+        }
+        assert_eq!(held(&worker), before);
+    });
+}
+
+#[test]
+fn a_refusal_travels_with_its_reason() {
+    // MIG-1, SYNC-1, SES-4.
+    let mut worker = worker();
+    let placement = Placement {
+        n: 5,
+        store: StoreId(1),
+    };
+    let prompt: Vec<u32> = (0..64).collect();
+    let turn = worker.arrive("s", &prompt, 4, None, Some(placement)).unwrap();
+    worker.finish(turn, &[1, 2]);
+    worker.step();
+    Runtime::new().unwrap().block_on(async {
+        let mut peer = Reader::greet(&worker, 1).await;
+        let own = worker.engine().incarnation().0;
+        let before = held(&worker);
+        let asked = |change: &dyn Fn(&mut wire::HandoverRequest)| {
+            let mut asked = question(|q| q.incarnation = own);
+            change(&mut asked);
+            peer.signed(asked)
+        };
+        let questions = [
+            (Reason::StaleIncarnation, asked(&|q| q.incarnation = own ^ 1)),
+            (Reason::UnknownSession, asked(&|q| q.session = "t".into())),
+            (Reason::StaleEpoch, asked(&|q| q.pending = 5)),
+            (Reason::StaleEpoch, asked(&|q| q.pending = 4)),
+        ];
+        let mut client = peer.client.clone();
+        for (reason, message) in questions {
+            let why = client.handover(message).await.unwrap_err();
+            assert_eq!(refusal("p", &why).code, reason, "{why}");
+        }
+        let older = peer.client.announce(peer.signed(news(|n| n.placement = 4))).await;
+        assert_eq!(refusal("p", &older.unwrap_err()).code, Reason::StaleEpoch);
+        assert_eq!(held(&worker), before);
+    });
+    assert!(worker.drain());
+}
+
+#[test]
+fn a_worker_that_keeps_no_replicas_says_so() {
+    // SYNC-3.
+    let flags = [("sync".to_owned(), "false".to_owned())];
+    let worker = TestEngine::start(Start::new(Config::load(&flags, []).unwrap(), 16)).unwrap();
+    Runtime::new().unwrap().block_on(async {
+        let mut peer = Reader::greet(&worker, 1).await;
+        let why = peer.client.announce(peer.signed(news(|_| ()))).await.unwrap_err();
+        assert_eq!(refusal("p", &why).code, Reason::SyncOff, "{why}");
     });
 }
 
@@ -200,6 +370,7 @@ fn only_readable_slots_are_exposed_and_nothing_after_a_revocation() {
             placement: 1,
             store: 1,
             wait_ms: 1000,
+            ..Default::default()
         };
         let lease = peer.client.lease(peer.signed(ask)).await.unwrap().into_inner();
         let first = worker.slot(&turn, 0);

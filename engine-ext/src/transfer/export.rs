@@ -3,7 +3,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -11,7 +11,7 @@ use kvc_proto::{
     id::{Incarnation, LeaseId},
     time::Now,
     wire::reason::{Reason, Refusal},
-    worker::{LeaseAnswer, LeaseGrant, LeaseRequest, LeaseView, Worker},
+    worker::{LeaseAnswer, LeaseGrant, LeaseKind, LeaseRequest, LeaseView, Worker},
 };
 use kvc_rdma::{LeaseToken, Mover};
 use tokio::{
@@ -19,19 +19,27 @@ use tokio::{
     time::Instant,
 };
 
-use crate::{state::Shared, transfer::import::refused};
+use crate::state::Shared;
+
+use super::{
+    import::refused,
+    serving::{Active, Serving},
+};
 
 /// Live leases.
 #[derive(Debug, Default)]
 pub(crate) struct Exports {
     leases: Mutex<HashMap<LeaseId, Export>>,
     changed: Notify,
+    serving: Arc<Serving>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Export {
     token: LeaseToken,
     holder: Incarnation,
+    /// Somebody waits for what is read under it.
+    _serving: Option<Active>,
 }
 
 /// A lease and the token that names it to the mover.
@@ -41,9 +49,16 @@ pub(crate) struct Granted {
 }
 
 impl Exports {
+    pub(crate) fn new(serving: Arc<Serving>) -> Self {
+        Self {
+            serving,
+            ..Self::default()
+        }
+    }
+
     /// Waits at most `wait` for the turn to arrive, then grants (XFER-2).
     pub(crate) async fn grant(
-        shared: &Shared,
+        shared: &Arc<Shared>,
         request: &LeaseRequest,
         holder: Incarnation,
         wait: Duration,
@@ -74,7 +89,7 @@ impl Exports {
 
     /// What became readable past `from`, exposed to the mover; waits at most `wait` for something (XFER-4).
     pub(crate) async fn watch(
-        shared: &Shared,
+        shared: &Arc<Shared>,
         lease: LeaseId,
         holder: Incarnation,
         from: u32,
@@ -85,7 +100,7 @@ impl Exports {
             let changed = shared.exports.listen();
             tokio::pin!(changed);
             changed.as_mut().enable();
-            let token = shared.exports.held(lease, holder)?.token;
+            let token = shared.exports.held(lease, holder)?;
             let view = shared.call(|worker, _| worker.lease_view(lease, from))?;
             if !view.slots.is_empty() || view.complete {
                 // After a revocation in between the token is dead and this is refused.
@@ -104,7 +119,7 @@ impl Exports {
         self.held(lease, holder).map(|_| ())
     }
 
-    /// Wakes who waits in [`Exports::grant`] and [`Exports::watch`].
+    /// Wakes who waits in [`Exports::grant`] and [`Exports::watch`], and for a session to become idle.
     pub(crate) fn changed(&self) {
         self.changed.notify_waiters();
     }
@@ -131,14 +146,15 @@ impl Exports {
         }
     }
 
-    fn listen(&self) -> Notified<'_> {
+    /// Completes at the next [`Exports::changed`].
+    pub(super) fn listen(&self) -> Notified<'_> {
         self.changed.notified()
     }
 
     /// Grant and exposure are one step under the machine's lock, so that a revocation always finds the token.
     fn ask(
         &self,
-        shared: &Shared,
+        shared: &Arc<Shared>,
         worker: &mut Worker,
         request: &LeaseRequest,
         holder: Incarnation,
@@ -151,7 +167,12 @@ impl Exports {
             LeaseToken::random().and_then(|token| shared.mover.expose(token, shared.config.lease_max).map(|()| token));
         match exposed {
             Ok(token) => {
-                let export = Export { token, holder };
+                let serving = (request.kind != LeaseKind::Sync).then(|| self.serving.begin());
+                let export = Export {
+                    token,
+                    holder,
+                    _serving: serving,
+                };
                 self.leases
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
@@ -165,10 +186,10 @@ impl Exports {
         }
     }
 
-    fn held(&self, lease: LeaseId, holder: Incarnation) -> Result<Export, Refusal> {
+    fn held(&self, lease: LeaseId, holder: Incarnation) -> Result<LeaseToken, Refusal> {
         let leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         match leases.get(&lease) {
-            Some(export) if export.holder == holder => Ok(*export),
+            Some(export) if export.holder == holder => Ok(export.token),
             // Another peer's lease looks like none.
             _ => Err(Refusal::new(
                 Reason::LeaseUnknown,

@@ -1,12 +1,13 @@
-//! One import's task: lease → land → pull → confirm (XFER-1..3). The machine steers it by steps; every failure is told to
-//! the machine, and the lease at the peer is ended in every case (F13).
+//! One import's task: lease → land → pull → confirm (XFER-1..3), and for a move as many rounds of that as it takes until the
+//! owner hands over (MIG-1). The machine steers it by steps; every failure is told to the machine, and each lease at the
+//! peer is ended in every case (F13).
 
 use std::{sync::Arc, time::Duration};
 
 use kvc_proto::{
     id::{ImportId, Incarnation, Placement, SessionId},
     wire::reason::{Reason, Refusal},
-    worker::{Identity, Token},
+    worker::{Handover, Have, LeaseGrant, LeaseKind},
 };
 use kvc_rdma::MoverError;
 use tokio::{sync::mpsc::UnboundedReceiver, time::Instant};
@@ -17,6 +18,7 @@ use crate::{
 };
 
 use super::{
+    handover,
     imports::{Control, Step},
     pull,
 };
@@ -28,73 +30,150 @@ pub(crate) struct Order {
     pub(crate) peer: String,
     pub(crate) incarnation: Incarnation,
     pub(crate) placement: Placement,
+    pub(crate) kind: LeaseKind,
+    pub(crate) have: Option<Have>,
 }
 
 /// The task. It ends when the machine has forgotten the import.
-pub(crate) async fn run(
-    shared: Arc<Shared>,
-    import: ImportId,
-    control: Arc<Control>,
-    mut steps: UnboundedReceiver<Step>,
-    deadline: Instant,
-) {
-    let Some(Step::Open(order)) = steps.recv().await else {
-        return;
-    };
-    let opened = tokio::select! {
-        opened = open(&shared, &order, deadline) => opened,
-        () = ended(&mut steps) => return,
-    };
-    let held = match opened {
-        Ok(held) => held,
-        Err(why) => return fail(&shared, import, &control, why),
-    };
-    tracing::debug!(%import, session = %order.session, peer = order.peer, tokens = held.tokens.len(), "lease held");
-    shared
-        .call(|worker, now| worker.lease_granted(import, held.identity.clone(), held.tokens.clone(), held.share, now));
-    let renewal = renew(&held.peer, held.lease, held.lives);
-    let outcome = tokio::select! {
-        outcome = serve(&shared, import, &control, &held, &mut steps, deadline) => outcome,
-        why = renewal => Err(why),
-    };
-    if let Err(why) = outcome {
-        fail(&shared, import, &control, why);
-    }
-    control.fence();
-    held.peer.end(held.lease).await;
+pub(super) struct Task {
+    pub(super) shared: Arc<Shared>,
+    pub(super) import: ImportId,
+    pub(super) steps: UnboundedReceiver<Step>,
+    pub(super) deadline: Instant,
+    /// SYNC-3: nobody waits for it.
+    pub(super) gives_way: bool,
 }
 
 /// A lease at a peer.
 pub(super) struct Held {
     pub(super) peer: Arc<Peer>,
     pub(super) lease: Lease,
-    identity: Identity,
-    pub(super) tokens: Arc<[Token]>,
-    share: u32,
+    /// One past the range's last token.
+    pub(super) end: u32,
+    /// SYNC-3.
+    pub(super) gives_way: bool,
     lives: Duration,
 }
 
-async fn open(shared: &Shared, order: &Order, deadline: Instant) -> Result<Held, Refusal> {
+impl Task {
+    pub(super) async fn run(mut self) {
+        let mut next = self.steps.recv().await;
+        while let Some(step) = next {
+            next = match step {
+                Step::Open(order, control) => self.under_lease(&order, &control).await,
+                Step::AskHandover { peer, request } => self.ask(&peer, &request).await,
+                // Of a lease that is over.
+                Step::Pull { .. } | Step::Confirm | Step::End => self.steps.recv().await,
+            };
+        }
+    }
+
+    /// From a lease to its end; gives the first step that is not about it.
+    async fn under_lease(&mut self, order: &Order, control: &Arc<Control>) -> Option<Step> {
+        let opened = tokio::select! {
+            opened = open(&self.shared, order, self.deadline) => opened,
+            step = interruption(&mut self.steps) => return step,
+        };
+        let (mut held, grant) = match opened {
+            Ok(opened) => opened,
+            Err(why) => {
+                self.fail(control, why);
+                return self.steps.recv().await;
+            }
+        };
+        held.gives_way = self.gives_way;
+        tracing::debug!(import = %self.import, session = %order.session, peer = order.peer, tokens = held.end, "lease held");
+        let import = self.import;
+        self.shared.call(|worker, now| worker.lease_granted(import, grant, now));
+        let renewal = renew(&held.peer, held.lease, held.lives);
+        let outcome = tokio::select! {
+            outcome = self.serve(control, &held) => outcome,
+            why = renewal => Err(why),
+        };
+        // Before the peer hears that it is over, nothing reads under it any more.
+        control.fence();
+        let failure = outcome.as_ref().err().cloned();
+        if let Some(why) = failure {
+            self.fail(control, why);
+        }
+        // Nobody waits for it, least of all the hand-over that follows.
+        tokio::spawn(async move { held.peer.end(held.lease).await });
+        match outcome {
+            Ok(next) => next,
+            Err(_) => self.steps.recv().await,
+        }
+    }
+
+    async fn serve(&mut self, control: &Arc<Control>, held: &Held) -> Result<Option<Step>, Refusal> {
+        let (import, deadline) = (self.import, self.deadline);
+        let mut pulled = false;
+        loop {
+            match self.steps.recv().await {
+                Some(Step::Pull { from, slots }) => {
+                    tokio::select! {
+                        arrived = pull::run(&self.shared, import, control, held, from, &slots, deadline) => arrived?,
+                        step = interruption(&mut self.steps) => return Ok(step),
+                    }
+                    pulled = true;
+                    self.shared.call(|worker, now| worker.pulled(import, now));
+                }
+                Some(Step::Confirm) => {
+                    if !pulled {
+                        tokio::select! {
+                            readable = pull::wait_readable(held, deadline) => readable?,
+                            step = interruption(&mut self.steps) => return Ok(step),
+                        }
+                    }
+                    // XFER-3: only the exporter knows that the lease was valid throughout.
+                    held.peer.confirm(held.lease, deadline).await?;
+                    self.shared.call(|worker, now| worker.confirmed(import, now));
+                }
+                other => return Ok(other),
+            }
+        }
+    }
+
+    async fn ask(&mut self, peer: &str, request: &Handover) -> Option<Step> {
+        let import = self.import;
+        tokio::select! {
+            (asked, answer) = handover::ask(&self.shared, peer, request, self.deadline) => {
+                self.shared.call(|worker, now| worker.handover_answered(import, asked, answer, now));
+                self.steps.recv().await
+            }
+            step = interruption(&mut self.steps) => step,
+        }
+    }
+
+    fn fail(&self, control: &Control, why: Refusal) {
+        // The machine is told when nothing writes into the pages any more.
+        control.fence();
+        tracing::debug!(import = %self.import, reason = %why.code, message = why.message, "import failed");
+        self.shared
+            .call(|worker, now| worker.import_failed(self.import, why, now));
+    }
+}
+
+async fn open(shared: &Arc<Shared>, order: &Order, deadline: Instant) -> Result<(Held, LeaseGrant), Refusal> {
     let mut fresh = false;
     loop {
         let peer = shared
             .peers
             .connect(shared, &order.peer, order.incarnation, deadline)
             .await?;
-        match peer.lease(&order.session, order.placement, deadline).await {
+        match peer.lease(order, deadline).await {
             Ok(granted) => {
                 let grant = granted.grant;
-                return Ok(Held {
+                let held = Held {
                     peer,
                     lease: Lease {
                         id: grant.lease,
                         token: granted.token,
                     },
-                    identity: grant.identity,
-                    tokens: grant.tokens,
-                    share: grant.share,
+                    end: pull::position(grant.after, grant.tokens.len())?,
+                    gives_way: false,
                     lives: grant.lives,
-                });
+                };
+                return Ok((held, grant));
             }
             // A kept connection may have broken, or its bearer be forgotten: once with a new one.
             Err(why) if !fresh && matches!(why.code, Reason::PeerUnreachable | Reason::Unauthenticated) => {
@@ -102,42 +181,6 @@ async fn open(shared: &Shared, order: &Order, deadline: Instant) -> Result<Held,
                 fresh = true;
             }
             Err(why) => return Err(why),
-        }
-    }
-}
-
-async fn serve(
-    shared: &Shared,
-    import: ImportId,
-    control: &Arc<Control>,
-    held: &Held,
-    steps: &mut UnboundedReceiver<Step>,
-    deadline: Instant,
-) -> Result<(), Refusal> {
-    let mut pulled = false;
-    loop {
-        match steps.recv().await {
-            Some(Step::Pull { from, slots }) => {
-                tokio::select! {
-                    arrived = pull::run(shared, import, control, held, from, &slots, deadline) => arrived?,
-                    () = ended(steps) => return Ok(()),
-                }
-                pulled = true;
-                shared.call(|worker, now| worker.pulled(import, now));
-            }
-            Some(Step::Confirm) => {
-                if !pulled {
-                    tokio::select! {
-                        readable = pull::wait_readable(held, deadline) => readable?,
-                        () = ended(steps) => return Ok(()),
-                    }
-                }
-                // XFER-3: only the exporter knows that the lease was valid throughout.
-                held.peer.confirm(held.lease, deadline).await?;
-                shared.call(|worker, now| worker.confirmed(import, now));
-            }
-            Some(Step::Open(_)) => {}
-            Some(Step::End) | None => return Ok(()),
         }
     }
 }
@@ -154,21 +197,15 @@ async fn renew(peer: &Peer, lease: Lease, lives: Duration) -> Refusal {
     }
 }
 
-/// Returns when the machine is done with the import; other steps cannot come meanwhile.
-async fn ended(steps: &mut UnboundedReceiver<Step>) {
+/// The step that ends what is under way: the lease's end, another lease, or the import's end. Others cannot come
+/// meanwhile.
+async fn interruption(steps: &mut UnboundedReceiver<Step>) -> Option<Step> {
     loop {
         match steps.recv().await {
-            Some(Step::End) | None => return,
-            Some(_) => {}
+            Some(Step::Pull { .. } | Step::Confirm | Step::AskHandover { .. }) => {}
+            step => return step,
         }
     }
-}
-
-fn fail(shared: &Shared, import: ImportId, control: &Control, why: Refusal) {
-    // The machine is told when nothing writes into the pages any more.
-    control.fence();
-    tracing::debug!(%import, reason = %why.code, message = why.message, "import failed");
-    shared.call(|worker, now| worker.import_failed(import, why, now));
 }
 
 /// A mover's error as it travels.

@@ -1,4 +1,5 @@
-//! [`Imports`]: the running pulls into our pages. The listener registers who waits, effects steer the tasks.
+//! [`Imports`]: the running pulls into our pages. The listener registers who waits, the machine starts others by itself
+//! (SYNC-1), effects steer the tasks.
 
 use std::{
     collections::HashMap,
@@ -12,42 +13,53 @@ use std::{
 use kvc_proto::{
     id::ImportId,
     wire::{admit::ImportAnswer, reason::Refusal},
-    worker::{ImportDone, Slot},
+    worker::{Handover, ImportDone, LeaseKind, Slot},
 };
 use kvc_rdma::ReadHandle;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::metrics::Metrics;
+use crate::state::Shared;
 
-use super::import::Order;
+use super::{
+    import::{Order, Task},
+    serving::{Active, Serving},
+};
 
 /// Running imports.
 #[derive(Default)]
 pub(crate) struct Imports {
     table: Mutex<HashMap<ImportId, Entry>>,
+    serving: Arc<Serving>,
 }
 
 struct Entry {
+    /// The reads under the lease it holds now.
     control: Arc<Control>,
+    bytes: Arc<AtomicU64>,
     order: mpsc::UnboundedSender<Step>,
-    waiter: oneshot::Sender<Result<ImportAnswer, Refusal>>,
+    kind: LeaseKind,
     began: Instant,
+    waiter: Option<(Waiter, Active)>,
 }
 
+type Waiter = oneshot::Sender<Result<ImportAnswer, Refusal>>;
+/// How an import ends, for who asked for it.
+type Answer = oneshot::Receiver<Result<ImportAnswer, Refusal>>;
+
 /// What the machine tells a pull.
-#[derive(Debug)]
-pub(crate) enum Step {
-    Open(Order),
+pub(super) enum Step {
+    Open(Order, Arc<Control>),
     Pull { from: u32, slots: Arc<[Slot]> },
     Confirm,
+    AskHandover { peer: String, request: Handover },
     End,
 }
 
-/// A pull's reads, so that they can be stopped from any thread.
+/// The reads under one lease, so that they can be stopped from any thread.
 #[derive(Default)]
-pub(crate) struct Control {
+pub(super) struct Control {
     reads: Mutex<Reads>,
-    bytes: AtomicU64,
+    bytes: Arc<AtomicU64>,
 }
 
 #[derive(Default)]
@@ -56,31 +68,41 @@ struct Reads {
     running: Vec<ReadHandle>,
 }
 
-/// What [`Imports::register`] gives to the caller: the task's ends of the import.
-pub(crate) struct Registered {
-    pub(crate) control: Arc<Control>,
-    pub(crate) steps: mpsc::UnboundedReceiver<Step>,
-    pub(crate) answer: oneshot::Receiver<Result<ImportAnswer, Refusal>>,
-}
-
 impl Imports {
-    /// Called while the machine's lock is held, in the step that made the import: no effect can miss the entry.
-    pub(crate) fn register(&self, import: ImportId) -> Registered {
-        let control = Arc::new(Control::default());
-        let (order, steps) = mpsc::unbounded_channel();
-        let (waiter, answer) = oneshot::channel();
-        let entry = Entry {
-            control: control.clone(),
-            order,
-            waiter,
-            began: Instant::now(),
-        };
-        self.lock().insert(import, entry);
-        Registered { control, steps, answer }
+    pub(crate) fn new(serving: Arc<Serving>) -> Self {
+        Self {
+            table: Mutex::default(),
+            serving,
+        }
     }
 
+    /// Called while the machine's lock is held, in the step that made the import: no effect can miss the entry.
+    pub(crate) fn request(&self, shared: &Arc<Shared>, import: ImportId, deadline: tokio::time::Instant) -> Answer {
+        let (waiter, answer) = oneshot::channel();
+        self.begin(shared, import, deadline, Some((waiter, self.serving.begin())));
+        answer
+    }
+
+    /// As [`Imports::request`], for an import that the machine has started by itself, which nobody waits for (SYNC-3).
+    pub(crate) fn adopt(&self, shared: &Arc<Shared>, import: ImportId) {
+        if !self.lock().contains_key(&import) {
+            let deadline = tokio::time::Instant::now() + shared.config.sync_deadline;
+            self.begin(shared, import, deadline, None);
+        }
+    }
+
+    /// The next lease of the import, with reads of its own: what was read under an earlier one stays fenced.
     pub(crate) fn open(&self, import: ImportId, order: Order) {
-        self.tell(import, Step::Open(order));
+        if let Some(entry) = self.lock().get_mut(&import) {
+            entry.kind = order.kind;
+            let bytes = entry.bytes.clone();
+            let control = Arc::new(Control {
+                bytes,
+                ..Control::default()
+            });
+            std::mem::replace(&mut entry.control, control.clone()).fence();
+            entry.tell(Step::Open(order, control));
+        }
     }
 
     pub(crate) fn pull(&self, import: ImportId, from: u32, slots: Arc<[Slot]>) {
@@ -89,6 +111,10 @@ impl Imports {
 
     pub(crate) fn confirm(&self, import: ImportId) {
         self.tell(import, Step::Confirm);
+    }
+
+    pub(crate) fn ask_handover(&self, import: ImportId, peer: String, request: Handover) {
+        self.tell(import, Step::AskHandover { peer, request });
     }
 
     pub(crate) fn end(&self, import: ImportId) {
@@ -110,23 +136,53 @@ impl Imports {
     }
 
     /// Answers who asked for the import, and forgets it: its task ends.
-    pub(crate) fn done(&self, import: ImportId, outcome: Result<ImportDone, Refusal>, metrics: &Metrics) {
+    pub(crate) fn done(&self, shared: &Shared, import: ImportId, outcome: Result<ImportDone, Refusal>) {
         let Some(entry) = self.lock().remove(&import) else {
             return;
         };
         // Whatever the machine did, no read outlives its import.
         entry.control.fence();
         let took = entry.began.elapsed();
-        let bytes = entry.control.bytes.load(Ordering::Relaxed);
-        metrics.import_done(outcome.as_ref().err().map(|refusal| refusal.code), bytes, took);
-        // Nobody listens any more if the client went away.
-        let _ = entry.waiter.send(outcome.map(|done| done.answer(bytes, took)));
+        let bytes = entry.bytes.load(Ordering::Relaxed);
+        let failure = outcome.as_ref().err().map(|refusal| refusal.code);
+        shared.metrics.import_done(entry.kind, failure, bytes, took);
+        if let Some((waiter, _)) = entry.waiter {
+            // Nobody listens any more if the client went away.
+            let _ = waiter.send(outcome.map(|done| done.answer(bytes, took)));
+        }
+    }
+
+    fn begin(
+        &self,
+        shared: &Arc<Shared>,
+        import: ImportId,
+        deadline: tokio::time::Instant,
+        waiter: Option<(Waiter, Active)>,
+    ) {
+        let (order, steps) = mpsc::unbounded_channel();
+        let gives_way = waiter.is_none();
+        let entry = Entry {
+            control: Arc::default(),
+            bytes: Arc::default(),
+            order,
+            kind: LeaseKind::default(),
+            began: Instant::now(),
+            waiter,
+        };
+        self.lock().insert(import, entry);
+        let task = Task {
+            shared: shared.clone(),
+            import,
+            steps,
+            deadline,
+            gives_way,
+        };
+        shared.runtime.spawn(task.run());
     }
 
     fn tell(&self, import: ImportId, step: Step) {
         if let Some(entry) = self.lock().get(&import) {
-            // A task that is over needs no more steps.
-            let _ = entry.order.send(step);
+            entry.tell(step);
         }
     }
 
@@ -135,9 +191,16 @@ impl Imports {
     }
 }
 
+impl Entry {
+    fn tell(&self, step: Step) {
+        // A task that is over needs no more steps.
+        let _ = self.order.send(step);
+    }
+}
+
 impl Control {
-    /// Starts a read unless the import is fenced; `start` returns at once.
-    pub(crate) fn read(&self, start: impl FnOnce() -> ReadHandle) -> bool {
+    /// Starts a read unless the lease is fenced; `start` returns at once.
+    pub(super) fn read(&self, start: impl FnOnce() -> ReadHandle) -> bool {
         let mut reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
         if reads.fenced {
             return false;
@@ -147,12 +210,12 @@ impl Control {
     }
 
     /// Bytes of one read are there.
-    pub(crate) fn arrived(&self, bytes: u64) {
+    pub(super) fn arrived(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// XFER-2: stops every read and refuses new ones.
-    pub(crate) fn fence(&self) {
+    pub(super) fn fence(&self) {
         let mut reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
         reads.fenced = true;
         for read in reads.running.drain(..) {

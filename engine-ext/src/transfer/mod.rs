@@ -1,9 +1,15 @@
-//! The transfer engine: [`Imports`] pull KV from peers into our pages, [`Exports`] let peers read ours.
+//! The transfer engine: [`Imports`] pull KV from peers into our pages, [`Exports`] let peers read ours, the [`Announcer`]
+//! tells backups what there is to pull.
 
+mod announce;
 mod export;
+pub(crate) mod handover;
 pub(crate) mod import;
 mod imports;
 mod pull;
+mod serving;
 
+pub(crate) use announce::Announcer;
 pub(crate) use export::{Exports, Granted};
 pub(crate) use imports::Imports;
+pub(crate) use serving::Serving;

@@ -21,10 +21,13 @@ use super::{
     imports::Control,
 };
 
-/// Bytes of one read.
+/// Bytes of one read, and reads in flight.
 const CHUNK: u64 = 4 << 20;
-/// Reads in flight.
 const DEPTH: usize = 4;
+/// The same for a pull that nobody waits for (SYNC-3): what a transfer that matters finds in its way at most, and all the
+/// memory in flight.
+const SMALL: u64 = 1 << 20;
+const ALONE: usize = 1;
 /// How long one question for news waits at the peer.
 const WATCH: Duration = Duration::from_secs(5);
 /// Before the next question after an empty answer.
@@ -32,7 +35,7 @@ const PAUSE: Duration = Duration::from_millis(2);
 
 /// Pulls tokens `[from, from + slots.len())` into `slots`. Returns when every byte is there.
 pub(super) async fn run(
-    shared: &Shared,
+    shared: &Arc<Shared>,
     import: ImportId,
     control: &Arc<Control>,
     held: &Held,
@@ -40,6 +43,7 @@ pub(super) async fn run(
     slots: &[Slot],
     deadline: Instant,
 ) -> Result<(), Refusal> {
+    let (chunk, depth) = if held.gives_way { (SMALL, ALONE) } else { (CHUNK, DEPTH) };
     let mut flight = Flight::new();
     let mut known = 0;
     let mut complete = false;
@@ -65,10 +69,13 @@ pub(super) async fn run(
             // A peer that answers at once with nothing must not keep this task spinning.
             tokio::time::sleep(PAUSE).await;
         }
-        for src in readable.chunks(chunk_tokens(shared)) {
-            while flight.len() >= DEPTH {
+        for src in readable.chunks(chunk_tokens(shared, chunk)) {
+            while flight.len() >= depth {
                 let landed = flight.next().await;
                 flight.landed(shared, import, control, landed)?;
+            }
+            if held.gives_way {
+                shared.serving.quiet(deadline).await?;
             }
             let dst = &slots[known..known + src.len()];
             flight.start(shared, control, held, src, dst, deadline)?;
@@ -85,8 +92,7 @@ pub(super) async fn run(
 /// Waits until the whole range is readable at the peer, for an importer that lacks none of it: only such a range is
 /// confirmed (XFER-3).
 pub(super) async fn wait_readable(held: &Held, deadline: Instant) -> Result<(), Refusal> {
-    let end = position(0, held.tokens.len())?;
-    while !held.peer.watch(held.lease, end, WATCH, deadline).await?.complete {
+    while !held.peer.watch(held.lease, held.end, WATCH, deadline).await?.complete {
         tokio::time::sleep(PAUSE).await;
     }
     Ok(())
@@ -126,7 +132,7 @@ impl Flight {
 
     fn start(
         &mut self,
-        shared: &Shared,
+        shared: &Arc<Shared>,
         control: &Control,
         held: &Held,
         src: &[Slot],
@@ -170,7 +176,7 @@ impl Flight {
 
     fn landed(
         &mut self,
-        shared: &Shared,
+        shared: &Arc<Shared>,
         import: ImportId,
         control: &Control,
         (number, outcome): Landed,
@@ -195,13 +201,13 @@ impl Flight {
     }
 }
 
-fn chunk_tokens(shared: &Shared) -> usize {
-    usize::try_from(CHUNK / shared.pool.layout().token_bytes().max(1))
+fn chunk_tokens(shared: &Shared, bytes: u64) -> usize {
+    usize::try_from(bytes / shared.pool.layout().token_bytes().max(1))
         .unwrap_or(1)
         .max(1)
 }
 
-fn position(from: u32, known: usize) -> Result<u32, Refusal> {
+pub(super) fn position(from: u32, known: usize) -> Result<u32, Refusal> {
     u32::try_from(known)
         .ok()
         .and_then(|known| from.checked_add(known))

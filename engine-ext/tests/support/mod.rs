@@ -13,7 +13,7 @@ use kvc_engine_ext::{
 };
 use kvc_proto::{
     id::{Incarnation, Placement, RequestKey, ReservationId, RouterId, SessionId, StoreId},
-    wire::admit::{ADMIT_PATH, AdmitRequest, ImportRequest},
+    wire::admit::{ADMIT_PATH, AdmitRequest, ImportRequest, PeerRef, Source},
     worker::Token,
 };
 use serde_json::Value;
@@ -61,6 +61,7 @@ pub fn question(session: &str, turn: u32, input: usize, append: usize, placed: u
         via: None,
         placement: Some(placement(placed)),
         incarnation: None,
+        backup: None,
         key: key(request),
     }
 }
@@ -98,12 +99,85 @@ pub fn order_from(
     deadline_ms: u32,
 ) -> ImportRequest {
     ImportRequest {
-        reservation,
+        reservation: Some(reservation),
         placement: placement(placed),
+        source: Source::Prefill,
         peer: peer.to_string(),
         incarnation,
         deadline_ms,
     }
+}
+
+/// The order to take the session over from its owner (MIG-1).
+pub fn move_order(placed: u64, owner: &TestEngine, deadline_ms: u32) -> ImportRequest {
+    ImportRequest {
+        reservation: None,
+        source: Source::Owner,
+        ..order(ReservationId(0), placed, owner, deadline_ms)
+    }
+}
+
+/// The order to reseed from what `holder` has committed (SYNC-2).
+pub fn reseed_order(reservation: ReservationId, placed: u64, holder: &TestEngine, deadline_ms: u32) -> ImportRequest {
+    ImportRequest {
+        source: Source::Replica,
+        ..order(reservation, placed, holder, deadline_ms)
+    }
+}
+
+/// The order to become or follow as a replica now (SYNC-1).
+pub fn replica_order(placed: u64, holder: &TestEngine, deadline_ms: u32) -> ImportRequest {
+    ImportRequest {
+        reservation: None,
+        ..reseed_order(ReservationId(0), placed, holder, deadline_ms)
+    }
+}
+
+/// The worker as others name it.
+pub fn peer(engine: &TestEngine) -> PeerRef {
+    PeerRef {
+        peer: engine.engine().peer_listen().to_string(),
+        incarnation: engine.engine().incarnation(),
+    }
+}
+
+/// `GET /kvc/v1/sessions/{id}`; null if it is not known.
+pub fn view(engine: &TestEngine, session: &str) -> Value {
+    match client(engine).get(&format!("/kvc/v1/sessions/{session}")).unwrap() {
+        (200, view) => view,
+        _ => Value::Null,
+    }
+}
+
+/// A metric's value: the sample with exactly this name and labels.
+pub fn metric(engine: &TestEngine, sample: &str) -> f64 {
+    let page = client(engine).get("/metrics").unwrap().1;
+    let lines = page.as_str().unwrap().lines();
+    lines
+        .filter_map(|line| line.rsplit_once(' '))
+        .find(|(name, _)| *name == sample)
+        .map_or(0.0, |(_, value)| value.parse().unwrap())
+}
+
+/// The code of an error answer.
+pub fn code(answer: &(u16, Value)) -> &str {
+    answer.1["error"]["code"]
+        .as_str()
+        .unwrap_or_else(|| panic!("no error: {answer:?}"))
+}
+
+/// Everything a request could change: what the worker is and holds, and its ledger. Times are left out.
+pub fn state(engine: &TestEngine) -> Value {
+    let mut client = client(engine);
+    let mut get = |path: &str| client.get(path).unwrap().1;
+    let (info, mut sessions, mut transfers) = (get("/kvc/v1/info"), get("/kvc/v1/sessions"), get("/kvc/v1/transfers"));
+    for view in sessions["sessions"].as_array_mut().unwrap() {
+        view["idle_ms"] = Value::Null;
+    }
+    for lease in transfers["leases"].as_array_mut().unwrap() {
+        lease["expires_ms"] = Value::Null;
+    }
+    serde_json::json!([info, sessions, transfers])
 }
 
 /// The import's answer, when it comes.
