@@ -37,7 +37,7 @@ pub struct Reservation {
 }
 
 /// All live grants.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Reservations {
     live: HashMap<ReservationId, Reservation>,
     by_key: HashMap<RequestKey, ReservationId>,

@@ -20,7 +20,7 @@ pub enum PageState {
 
 /// Pages that have left their table while leases cover them (retired duplicates of `adopt`), and pages that nothing
 /// covers any more and that go back at the next poll.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Quarantine {
     retired: Vec<(Slot, Vec<LeaseId>)>,
     loose: Vec<Slot>,

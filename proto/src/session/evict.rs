@@ -27,7 +27,7 @@ pub enum Class {
 }
 
 /// The order.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct EvictOrder {
     resident: BTreeMap<Rank, Key>,
     absent: BTreeMap<u64, Key>,

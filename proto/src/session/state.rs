@@ -14,7 +14,7 @@ use crate::{
 use super::{Chain, Digest, evict::Rank};
 
 /// Everything known about a session. Identity outlives KV (SES-1): `copy` comes and goes.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Session {
     /// Its name.
     pub id: SessionId,
@@ -98,7 +98,7 @@ pub struct Wish {
 }
 
 /// A session's KV in this worker.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Copy {
     /// SES-5.
     pub identity: Identity,

@@ -14,7 +14,7 @@ use super::Session;
 pub struct Key(u32);
 
 /// The sessions.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Sessions {
     records: Vec<Option<Box<Session>>>,
     free: Vec<Key>,

@@ -8,7 +8,7 @@ use crate::{
 use super::{Copy, Key};
 
 /// A turn.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Turn {
     /// Its number.
     pub id: TurnId,
@@ -33,7 +33,7 @@ pub struct Turn {
 }
 
 /// Where a turn's prompt is.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum TurnPrompt {
     /// All of it here.
     Full(Vec<Token>),

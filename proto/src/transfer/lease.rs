@@ -32,7 +32,7 @@ pub struct Lease {
 }
 
 /// All live leases.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Leases {
     live: HashMap<LeaseId, Lease>,
     revoked: HashSet<LeaseId>,

@@ -164,17 +164,26 @@ impl Worker {
         let page = self.config.page_tokens;
         let session = &mut self.sessions[key];
         let Some(copy) = &mut session.copy else { return };
-        if n < copy.len() {
-            session.rewind += 1;
-            self.counters.rewinds += 1;
-        }
+        let rewound = n < copy.len();
         copy.truncate(n);
         copy.table.cut(block::pages(n, page), &mut frees.slots);
         copy.readable = copy.readable.min(n);
         // Part of what was reclaimable is free now: base must not count it on.
         let own = copy.own(page);
         self.ledger.freed(session.marks.reclaimable.saturating_sub(own));
+        if rewound {
+            self.rewound(key);
+        }
         self.refresh(key);
+    }
+
+    /// The history was cut. Only the holder raises the number; a replica's is its owner's (SES-4).
+    pub(super) fn rewound(&mut self, key: Key) {
+        self.counters.rewinds += 1;
+        let session = &mut self.sessions[key];
+        if session.is_owner() {
+            session.rewind += 1;
+        }
     }
 
     /// What an import had landed for the session's grant is no longer there: the grant is charged for it again.
@@ -292,6 +301,8 @@ impl Worker {
         session.rewind = 0;
         session.standing = Standing::Replica;
         session.backup = None;
+        // What an earlier owner announced is not this one's history.
+        self.unwish(key);
     }
 
     /// SES-4: the session was granted elsewhere under a higher placement: a grant is over, a turn is aborted, the copy

@@ -46,7 +46,7 @@ use crate::{
 };
 
 /// One engine process's sessions. See the module; the engine-side calls are in the order of a turn's life.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Worker {
     config: WorkerConfig,
     incarnation: Incarnation,
@@ -94,7 +94,7 @@ pub struct Worker {
 }
 
 /// An import that died after its pages were allocated, or while the engine was allocating them.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Dropped {
     /// Its session: the older copy is free again.
     session: Key,

@@ -48,6 +48,7 @@ impl Worker {
         }
         let key = self.sessions.find_or_insert(&news.session, now);
         if self.sessions[key].placement != Some(got) {
+            self.give_way(key, now); // a pull from an earlier owner
             self.supersede(key, got, now);
         }
         self.counters.announcements += 1;

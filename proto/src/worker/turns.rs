@@ -323,8 +323,7 @@ impl Worker {
         };
         if self.sessions[key].copy.is_some() {
             // The history diverges inside the shared part: a rewind to what the engine's tree still has (OWN-7).
-            self.sessions[key].rewind += 1;
-            self.counters.rewinds += 1;
+            self.rewound(key);
             self.drop_copy(key, frees);
         }
         self.sessions[key].copy = Some(Copy {

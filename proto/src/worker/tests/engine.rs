@@ -136,15 +136,23 @@ pub struct Engine {
     pub polled: Vec<Command>,
     /// The next import dies between `Land` and `landed`.
     pub kill_landing: bool,
+    /// What it wants of its peers, oldest first.
+    pub said: Vec<Effect>,
+    /// The leases of its imports: at which peer, under which number.
+    pub leases: BTreeMap<ImportId, (usize, LeaseId)>,
     /// Tokens promised to what runs.
     pub reserved: u32,
 }
 
 impl Engine {
     pub fn new(config: WorkerConfig) -> Engine {
+        Engine::of(config, Incarnation(7))
+    }
+
+    pub fn of(config: WorkerConfig, incarnation: Incarnation) -> Engine {
         let (page, capacity) = (config.page_tokens, config.capacity);
         let mut engine = Engine {
-            w: Worker::new(config, Incarnation(7)),
+            w: Worker::new(config, incarnation),
             now: Now(1_000_000),
             page,
             capacity,
@@ -161,6 +169,8 @@ impl Engine {
             done: Vec::new(),
             polled: Vec::new(),
             kill_landing: false,
+            said: Vec::new(),
+            leases: BTreeMap::new(),
             reserved: 0,
         };
         engine.poll();
@@ -341,13 +351,11 @@ impl Engine {
                         .retain(|p| p.import != import || (outcome.is_err() && p.locked.is_some()));
                     self.done.push((import, outcome));
                 }
-                Effect::LeaseGrown { .. }
-                | Effect::Arrived { .. }
-                | Effect::Wake
-                | Effect::OpenLease { .. }
+                Effect::LeaseGrown { .. } | Effect::Arrived { .. } | Effect::Wake => {}
+                Effect::OpenLease { .. }
                 | Effect::AskHandover { .. }
                 | Effect::Announce { .. }
-                | Effect::EndLease { .. } => {}
+                | Effect::EndLease { .. } => self.said.push(effect),
             }
         }
     }
@@ -831,17 +839,6 @@ impl Engine {
 
     pub fn offer(&mut self, import: ImportId, session: u8, identity: Identity, tokens: Vec<Token>, share: u32) {
         let tokens: Arc<[Token]> = tokens.into();
-        let pull = Pull {
-            import,
-            session,
-            identity: identity.clone(),
-            tokens: tokens.clone(),
-            flight: None,
-            written: false,
-            confirming: false,
-            locked: None,
-        };
-        self.pulls.push(pull);
         let grant = LeaseGrant {
             lease: LeaseId(0),
             epoch: Epoch {
@@ -858,6 +855,23 @@ impl Engine {
             share,
             lives: self.w.config().lease,
         };
+        let all = grant.tokens.clone();
+        self.granted(import, session, grant, all);
+    }
+
+    /// A peer has granted a lease on `tokens`, of which `grant` may leave out what this worker has.
+    pub fn granted(&mut self, import: ImportId, session: u8, grant: LeaseGrant, tokens: Arc<[Token]>) {
+        self.pulls.retain(|p| p.import != import);
+        self.pulls.push(Pull {
+            import,
+            session,
+            identity: grant.identity.clone(),
+            tokens,
+            flight: None,
+            written: false,
+            confirming: false,
+            locked: None,
+        });
         self.w.lease_granted(import, grant, self.now);
         self.effects();
     }

@@ -4,5 +4,8 @@
 mod engine;
 mod explore;
 mod field;
+mod following;
 mod model;
+mod moving;
+mod peers;
 mod rules;
