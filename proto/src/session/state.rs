@@ -190,10 +190,9 @@ impl Session {
     pub fn turn(&self) -> Option<TurnId> {
         match self.state {
             SessionState::Waiting(turn) | SessionState::Running(turn) => Some(turn),
-            SessionState::Idle
-            | SessionState::Admitted(_)
-            | SessionState::Importing(..)
-            | SessionState::Syncing(_) => None,
+            SessionState::Idle | SessionState::Admitted(_) | SessionState::Importing(..) | SessionState::Syncing(_) => {
+                None
+            }
         }
     }
 

@@ -244,7 +244,7 @@ impl Worker {
             (None, Some(_)) => false,
         };
         match session.standing {
-            _ if !refused && !(withdrawn && !off!(WithdrawnForGood)) => Ok(()),
+            _ if !refused && (!withdrawn || off!(WithdrawnForGood)) => Ok(()),
             Standing::Moved(_) => Err(Reason::Moved),
             Standing::Owner | Standing::Replica => Err(Reason::StaleEpoch),
         }

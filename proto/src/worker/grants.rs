@@ -45,7 +45,9 @@ impl Worker {
             deadline_ms,
             resident_tokens: session.map_or(0, |s| s.resident()),
             epoch: session.and_then(|s| s.epoch()),
-            moved: session.filter(|_| reason == Some(Reason::Moved)).and_then(|s| s.moved()),
+            moved: session
+                .filter(|_| reason == Some(Reason::Moved))
+                .and_then(|s| s.moved()),
             incarnation: self.incarnation,
             load: self.load(Some(request.key.router)),
         }

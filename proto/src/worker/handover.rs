@@ -59,9 +59,8 @@ impl Worker {
         let Some(copy) = session.copy.as_mut().filter(|_| !session.doomed) else {
             return Err(self.refusal(Reason::NotResident, format!("session {name} holds no KV here")));
         };
-        let equal = epoch == Some(asked.epoch)
-            && copy.len() == asked.committed
-            && copy.digest(asked.committed) == asked.digest;
+        let equal =
+            epoch == Some(asked.epoch) && copy.len() == asked.committed && copy.digest(asked.committed) == asked.digest;
         if !equal && !off!(HandoverEqual) {
             session.yields = Some(now + self.config.handover_hold);
             self.counters.handovers_behind += 1;
@@ -80,13 +79,7 @@ impl Worker {
 
     /// The owner's answer to [`Effect::AskHandover`], or why there is none. `asked` is when the question went out: an
     /// answer older than the hand-over deadline counts as lost, for a router may have placed the session elsewhere.
-    pub fn handover_answered(
-        &mut self,
-        id: ImportId,
-        asked: Now,
-        answer: Result<HandoverAnswer, Refusal>,
-        now: Now,
-    ) {
+    pub fn handover_answered(&mut self, id: ImportId, asked: Now, answer: Result<HandoverAnswer, Refusal>, now: Now) {
         let Some(import) = self.imports.get(&id) else { return };
         let ImportPhase::HandingOver(_) = import.phase else {
             return;

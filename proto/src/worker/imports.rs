@@ -14,9 +14,7 @@ use crate::{
     },
 };
 
-use super::{
-    Dropped, Effect, Have, LeaseGrant, LeaseKind, Timer, Token, Worker, change::stale_text, mutation::off,
-};
+use super::{Dropped, Effect, Have, LeaseGrant, LeaseKind, Timer, Token, Worker, change::stale_text, mutation::off};
 
 impl Worker {
     /// Starts an import; [`ImportRequest`] says which of its four kinds.
@@ -143,16 +141,22 @@ impl Worker {
 
     /// Asks the peer for a lease; `short`: what this worker holds need not be repeated.
     pub(super) fn open_lease(&mut self, id: ImportId, short: bool) {
-        let Some(import) = self.imports.get_mut(&id) else { return };
+        let Some(import) = self.imports.get_mut(&id) else {
+            return;
+        };
         let session = &mut self.sessions[import.session];
         let doomed = session.doomed;
         // A prefill's prompt has no digest yet; and its copy here is the one before that turn.
         let short = short && import.purpose.lease() != LeaseKind::Follow;
-        import.have = session.copy.as_mut().filter(|c| short && !doomed && !c.is_empty()).map(|c| {
-            let tokens = c.len();
-            let digest = c.digest(tokens);
-            Have { tokens, digest }
-        });
+        import.have = session
+            .copy
+            .as_mut()
+            .filter(|c| short && !doomed && !c.is_empty())
+            .map(|c| {
+                let tokens = c.len();
+                let digest = c.digest(tokens);
+                Have { tokens, digest }
+            });
         import.phase = ImportPhase::Leasing;
         self.effects.push_back(Effect::OpenLease {
             import: id,
@@ -181,7 +185,10 @@ impl Worker {
                 self.effects.push_back(Effect::EndLease { import: id });
                 self.open_lease(id, false);
             } else {
-                let why = Refusal::new(Reason::TransferFailed, "the peer left out tokens that this worker lacks");
+                let why = Refusal::new(
+                    Reason::TransferFailed,
+                    "the peer left out tokens that this worker lacks",
+                );
                 self.drop_import(id, why, now);
             }
             return;

@@ -40,7 +40,10 @@ impl Worker {
             (LeaseKind::Follow, Some(key)) => {
                 self.check_placement(Some(key), Some(request.placement))?;
                 // The placement is not here yet: its turn may still be on its way (DISP-3).
-                if self.sessions[key].placement.is_none_or(|held| is_stale(request.placement, held)) {
+                if self.sessions[key]
+                    .placement
+                    .is_none_or(|held| is_stale(request.placement, held))
+                {
                     return Ok(LeaseAnswer::Wait);
                 }
                 (key, self.readable_range(key))
@@ -122,10 +125,12 @@ impl Worker {
     /// Tokens of what a peer holds that are the first of this range too.
     fn agreed(&mut self, key: Key, range: &Range, have: Have) -> u32 {
         let whole = u32::try_from(range.tokens.len()).unwrap_or(u32::MAX);
-        let copy = self.sessions[key].copy.as_mut().filter(|c| range.follows.is_none() && c.len() >= whole);
-        let same = copy.is_some_and(|copy| {
-            have.tokens <= whole && (copy.digest(have.tokens) == have.digest || off!(HaveDigest))
-        });
+        let copy = self.sessions[key]
+            .copy
+            .as_mut()
+            .filter(|c| range.follows.is_none() && c.len() >= whole);
+        let same = copy
+            .is_some_and(|copy| have.tokens <= whole && (copy.digest(have.tokens) == have.digest || off!(HaveDigest)));
         if same { have.tokens } else { 0 }
     }
 
@@ -222,13 +227,17 @@ impl Worker {
                 share: self.share_of(key, turn.id),
                 follows: Some(turn.id),
             }),
-            (SessionState::Idle | SessionState::Admitted(_) | SessionState::Syncing(_), _, Some(copy)) if !session.doomed => Some(Range {
-                tokens: copy.tokens.as_slice().into(),
-                identity: copy.identity.clone(),
-                readable: copy.readable,
-                share: copy.shared,
-                follows: None,
-            }),
+            (SessionState::Idle | SessionState::Admitted(_) | SessionState::Syncing(_), _, Some(copy))
+                if !session.doomed =>
+            {
+                Some(Range {
+                    tokens: copy.tokens.as_slice().into(),
+                    identity: copy.identity.clone(),
+                    readable: copy.readable,
+                    share: copy.shared,
+                    follows: None,
+                })
+            }
             _ => None,
         }
         .filter(|r| !r.tokens.is_empty())

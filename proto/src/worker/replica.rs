@@ -104,7 +104,8 @@ impl Worker {
                 self.effects.push_back(Effect::Wake);
             }
             // A grant under the lost number ends with its turn's arrival, which is refused.
-            SessionState::Admitted(_) | SessionState::Importing(..) | SessionState::Idle | SessionState::Syncing(_) => {}
+            SessionState::Admitted(_) | SessionState::Importing(..) | SessionState::Idle | SessionState::Syncing(_) => {
+            }
         }
         self.refresh(key);
     }
@@ -193,7 +194,9 @@ impl Worker {
             let Some(key) = self.wishes.iter().rev().find(ready).map(|(_, key)| *key) else {
                 return;
             };
-            let Some(wish) = self.sessions[key].wish.as_deref() else { return };
+            let Some(wish) = self.sessions[key].wish.as_deref() else {
+                return;
+            };
             let request = ImportRequest {
                 reservation: None,
                 placement: wish.epoch.placement,

@@ -366,7 +366,10 @@ pub(super) fn numbers_of_an_earlier_process_mean_nothing() {
     let request = LeaseRequest {
         session: name(0),
         placement: placed(1).unwrap(),
-        incarnation: Incarnation(1), kind: LeaseKind::Follow, have: None, };
+        incarnation: Incarnation(1),
+        kind: LeaseKind::Follow,
+        have: None,
+    };
     assert_eq!(
         new.w.lease(&request, new.now).unwrap_err().code,
         Reason::StaleIncarnation

@@ -6,8 +6,8 @@ use super::engine::{Engine, config, identity, name};
 use crate::{
     id::*,
     wire::{
-        info::Standing,
         admit::{AdmitRequest, ImportRequest, Mode, ReleaseRequest, Source, Via},
+        info::Standing,
         reason::{Reason, Refusal},
     },
     worker::*,
@@ -531,9 +531,17 @@ impl World {
     fn admit(&mut self, session: u8, input: u8, append: u8, via: bool, newer: bool) {
         self.requests += 1;
         // A copy kept for another owner: its router has to take a number of its own (SES-4).
-        let replica = self.e.w.session(&name(session), self.e.now).is_some_and(|s| s.standing == Standing::Replica);
+        let replica = self
+            .e
+            .w
+            .session(&name(session), self.e.now)
+            .is_some_and(|s| s.standing == Standing::Replica);
         let client = &mut self.clients[session as usize];
-        let placed = if newer || replica { client.placement + 1 } else { client.placement };
+        let placed = if newer || replica {
+            client.placement + 1
+        } else {
+            client.placement
+        };
         let key = RequestKey {
             router: RouterId(3),
             request: self.requests,
@@ -588,7 +596,10 @@ impl World {
         let request = LeaseRequest {
             session: name(session),
             placement: placement(self.clients[session as usize].placement),
-            incarnation: Incarnation(7), kind: LeaseKind::Follow, have: None, };
+            incarnation: Incarnation(7),
+            kind: LeaseKind::Follow,
+            have: None,
+        };
         if let Ok(LeaseAnswer::Granted(grant)) = self.e.w.lease(&request, self.e.now) {
             let reader = super::engine::Reader {
                 tokens: grant.tokens,

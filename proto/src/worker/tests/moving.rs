@@ -26,7 +26,11 @@ fn owned(page: u32) -> (Peers, Vec<Token>) {
 /// The question that a prepared target asks, once its copy is there.
 fn question(peers: &mut Peers, target: usize) -> (ImportId, Handover) {
     for _ in 0..20 {
-        if let Some(at) = peers.at[target].said.iter().position(|s| matches!(s, Effect::AskHandover { .. })) {
+        if let Some(at) = peers.at[target]
+            .said
+            .iter()
+            .position(|s| matches!(s, Effect::AskHandover { .. }))
+        {
             let Effect::AskHandover { import, request, .. } = peers.at[target].said.remove(at) else {
                 unreachable!()
             };
@@ -57,9 +61,24 @@ fn a_move_between_turns_takes_the_session_and_everything_it_has() {
         assert_eq!(peers.owners(0), [1]);
         let to = peers.view(0, 0);
         assert_eq!(to.standing, Standing::Moved);
-        assert_eq!(to.moved, Some(MovedTo { to: peer(1), placement: placed(2).unwrap() }));
+        assert_eq!(
+            to.moved,
+            Some(MovedTo {
+                to: peer(1),
+                placement: placed(2).unwrap()
+            })
+        );
         let resident = history.len() as u32 - 1;
-        assert_eq!(peers.at[1].done, [(import, Ok(ImportDone { resident, pulled: resident }))]);
+        assert_eq!(
+            peers.at[1].done,
+            [(
+                import,
+                Ok(ImportDone {
+                    resident,
+                    pulled: resident
+                })
+            )]
+        );
         // The old owner says where to; the new one goes on directly.
         let refused = peers.admit(0, 0, 60, 1, None);
         assert_eq!((refused.reason, refused.moved), (Some(Reason::Moved), to.moved.clone()));
@@ -122,7 +141,11 @@ fn only_an_equal_copy_of_an_idle_session_is_handed_over() {
         (behind, busy)
     };
     assert_eq!(story(None), (HandoverAnswer::Behind, HandoverAnswer::Busy));
-    assert_eq!(story(Some(Check::HandoverEqual)).0, HandoverAnswer::Granted, "the check is what refuses");
+    assert_eq!(
+        story(Some(Check::HandoverEqual)).0,
+        HandoverAnswer::Granted,
+        "the check is what refuses"
+    );
 }
 
 /// MIG-2: the answer was lost; the same question gets it again.
@@ -135,7 +158,11 @@ fn a_lost_answer_is_asked_for_again() {
     let asked = peers.at[1].now;
     peers.answered(1, import, asked, Err(Refusal::new(Reason::PeerUnreachable, "lost")));
     assert_eq!(peers.owners(0), [] as [usize; 0], "decided, and not known yet");
-    assert_eq!(peers.handover(0, 2, &request).unwrap_err().code, Reason::Moved, "nobody else gets it");
+    assert_eq!(
+        peers.handover(0, 2, &request).unwrap_err().code,
+        Reason::Moved,
+        "nobody else gets it"
+    );
     peers.wait_ms(15);
     peers.settle();
     assert_eq!(peers.owners(0), [1]);
@@ -175,7 +202,7 @@ fn a_withdrawn_target_never_owns_the_number() {
         (peers.owners(0).contains(&1), again.map(|_| ()).map_err(|r| r.code))
     };
     assert_eq!(story(), (false, Err(Reason::StaleEpoch)));
-    assert_eq!(without(Check::WithdrawnForGood, story).0, true);
+    assert!(without(Check::WithdrawnForGood, story).0);
     // The source was left without the session: a number above both is served from its copy.
     let (mut peers, history) = owned(4);
     peers.import(1, 0, 0, Source::Owner, 2, None).unwrap();
@@ -186,7 +213,10 @@ fn a_withdrawn_target_never_owns_the_number() {
     let before = peers.at[0].w.counters().restored_tokens;
     peers.turn(0, 0, &more(&history, 2, 10), 3, None);
     assert_eq!(peers.owners(0), [0]);
-    assert_eq!(peers.at[0].w.counters().restored_tokens - before, history.len() as u64 - 1);
+    assert_eq!(
+        peers.at[0].w.counters().restored_tokens - before,
+        history.len() as u64 - 1
+    );
 }
 
 #[test]
@@ -207,7 +237,13 @@ fn refused_moves_change_nothing() {
     let seen = |peers: &Peers| {
         let all = |i: usize| {
             let e = &peers.at[i];
-            (e.w.sessions(None, 100, e.now), e.w.load(None).used, e.w.counts(), e.free.len(), e.w.held())
+            (
+                e.w.sessions(None, 100, e.now),
+                e.w.load(None).used,
+                e.w.counts(),
+                e.free.len(),
+                e.w.held(),
+            )
         };
         [all(0), all(1), all(2)]
     };
@@ -256,18 +292,29 @@ fn of_two_targets_one_becomes_the_owner() {
 fn a_draining_worker_is_empty_when_its_sessions_are_gone() {
     let mut peers = Peers::new(2, 4);
     for session in 0..3 {
-        peers.turn(0, session, &tokens(u32::from(session), 30), 1 + u64::from(session), None);
+        peers.turn(
+            0,
+            session,
+            &tokens(u32::from(session), 30),
+            1 + u64::from(session),
+            None,
+        );
     }
     peers.at[0].w.set_draining(true);
     assert_eq!(peers.at[0].w.drain_state().owned, 3);
     assert_eq!(peers.admit(0, 0, 40, 1, None).reason, Some(Reason::Draining));
     for session in 0..3 {
-        peers.import(1, session, 0, Source::Owner, 10 + u64::from(session), None).unwrap();
+        peers
+            .import(1, session, 0, Source::Owner, 10 + u64::from(session), None)
+            .unwrap();
         peers.settle();
     }
     let state = peers.at[0].w.drain_state();
     assert_eq!((state.drained, state.owned, state.moved), (true, 0, 3));
-    assert_eq!(peers.import(0, 0, 1, Source::Owner, 20, None).unwrap_err().code, Reason::Draining);
+    assert_eq!(
+        peers.import(0, 0, 1, Source::Owner, 20, None).unwrap_err().code,
+        Reason::Draining
+    );
     assert!(peers.at[1].w.session(&name(0), peers.at[1].now).is_some());
 }
 

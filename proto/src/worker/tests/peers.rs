@@ -153,7 +153,12 @@ impl Peers {
                 }
                 still &= !self.pull_and_confirm(i);
             }
-            if still && self.at.iter().all(|e| e.said.is_empty() && e.w.counts().2 == waiting(e)) {
+            if still
+                && self
+                    .at
+                    .iter()
+                    .all(|e| e.said.is_empty() && e.w.counts().2 == waiting(e))
+            {
                 return;
             }
         }
@@ -262,7 +267,12 @@ impl Peers {
     /// The lease travels: readers at the exporter, the pull at the importer.
     pub fn granted(&mut self, i: usize, import: ImportId, session: &SessionId, from: usize, grant: LeaseGrant) {
         let whole: Arc<[Token]> = {
-            let copy = self.at[from].w.sessions.by_id(session).and_then(|s| s.copy.as_ref()).expect("granted");
+            let copy = self.at[from]
+                .w
+                .sessions
+                .by_id(session)
+                .and_then(|s| s.copy.as_ref())
+                .expect("granted");
             copy.tokens[..(grant.after as usize + grant.tokens.len())].into()
         };
         let reader = Reader {
@@ -277,7 +287,12 @@ impl Peers {
     }
 
     fn confirm_all(&mut self, i: usize) {
-        let confirming: Vec<_> = self.at[i].pulls.iter().filter(|p| p.confirming).map(|p| p.import).collect();
+        let confirming: Vec<_> = self.at[i]
+            .pulls
+            .iter()
+            .filter(|p| p.confirming)
+            .map(|p| p.import)
+            .collect();
         for import in confirming {
             let Some((from, lease)) = self.at[i].leases.remove(&import) else {
                 continue;
@@ -286,7 +301,11 @@ impl Peers {
             let confirmed = self.at[from].w.confirm(lease, now);
             self.at[from].w.end_lease(lease, now);
             self.at[from].effects();
-            self.at[i].pulls.iter_mut().filter(|p| p.import == import).for_each(|p| p.confirming = false);
+            self.at[i]
+                .pulls
+                .iter_mut()
+                .filter(|p| p.import == import)
+                .for_each(|p| p.confirming = false);
             match confirmed {
                 Ok(()) => self.at[i].confirmed(import),
                 Err(why) => {

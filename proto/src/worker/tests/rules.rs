@@ -19,7 +19,10 @@ pub(super) fn lease(e: &mut Engine, session: u8, n: u64) -> Result<LeaseId, Reas
     let request = LeaseRequest {
         session: name(session),
         placement: placed(n).unwrap(),
-        incarnation: Incarnation(7), kind: LeaseKind::Follow, have: None, };
+        incarnation: Incarnation(7),
+        kind: LeaseKind::Follow,
+        have: None,
+    };
     match e.w.lease(&request, e.now).map_err(|r| r.code)? {
         LeaseAnswer::Granted(grant) => {
             let reader = Reader {
@@ -429,7 +432,7 @@ fn an_append_does_not_disturb_a_reader_of_what_was_committed() {
 #[test]
 fn a_rewind_spares_what_lies_below_it() {
     let mut e = Engine::new(config(640, 1));
-    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 60), 0);
+    let mut arrival = Engine::arrival(0, identity(0), tokens(1, 60), 1);
     arrival.placement = placed(1);
     let id = e.arrive(0, arrival, tokens(1, 60)).unwrap();
     e.finish(id, 0);
@@ -508,7 +511,10 @@ fn an_older_placement_is_stale_everywhere() {
         let request = LeaseRequest {
             session: name(0),
             placement: wrong.unwrap(),
-            incarnation: Incarnation(7), kind: LeaseKind::Follow, have: None, };
+            incarnation: Incarnation(7),
+            kind: LeaseKind::Follow,
+            have: None,
+        };
         assert_eq!(e.w.lease(&request, e.now).unwrap_err().code, Reason::StaleEpoch);
     }
     assert_eq!(
