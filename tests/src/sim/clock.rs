@@ -39,6 +39,11 @@ impl Clock {
         t
     }
 
+    /// It leaps ahead: the machine slept, and its clock did not.
+    pub fn leap(&mut self, by: Time) {
+        self.offset += by;
+    }
+
     fn scale(&self, t: Time) -> u64 {
         (t as i128 * (1_000_000 + self.drift) as i128 / 1_000_000) as u64
     }

@@ -31,7 +31,7 @@ pub enum Batch {
 }
 
 /// A request in the engine.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Request {
     pub(super) call: CallId,
     pub(super) turn: Option<TurnId>,
@@ -46,6 +46,8 @@ pub struct Request {
     pub(super) stream: bool,
     pub(super) told: bool,
     pub(super) aborted: bool,
+    /// By the machine: its session was granted elsewhere (SES-4).
+    pub(super) superseded: bool,
     /// Slots from token 0 on; empty until it runs.
     pub(super) row: Vec<i32>,
     /// Locked nodes of the tree.
@@ -94,6 +96,7 @@ impl Process {
         for command in commands {
             self.command(command);
         }
+        self.close_placements();
         match self.choose() {
             Some(batch) => {
                 let tokens: u32 = match &batch {
@@ -136,6 +139,7 @@ impl Process {
                 origin: tag.origin,
             };
             let arrived = self.ask(|w, now| w.arrive(arrival, now));
+            self.dirty = true;
             self.log(|| format!("turn of {} {} tokens: {arrived:?}", tag.session, ask.prompt.len()));
             match arrived {
                 Err(why) => {
@@ -170,6 +174,7 @@ impl Process {
             stream: ask.stream,
             told: false,
             aborted: false,
+            superseded: false,
             row: Vec::new(),
             path: Path::new(),
             protected: 0,
@@ -212,8 +217,14 @@ impl Process {
             .collect();
         for id in gone {
             self.waiting.retain(|w| *w != id);
-            if let Some(turn) = self.requests.remove(&id).and_then(|r| r.turn) {
+            let Some(request) = self.requests.remove(&id) else {
+                continue;
+            };
+            if let Some(turn) = request.turn {
                 self.ask(|w, now| w.cancel(turn, now));
+            }
+            if request.superseded {
+                self.reply(request.call, Reply::Failed(Reason::StaleEpoch));
             }
         }
     }

@@ -10,7 +10,7 @@ use kvc_proto::{
     id::{Incarnation, LeaseId},
     time::Now,
     wire::reason::{Reason, Refusal},
-    worker::{LeaseAnswer, LeaseRequest, Slot},
+    worker::{HandoverAnswer, LeaseAnswer, LeaseKind, LeaseRequest, Slot, Token},
 };
 
 use super::{
@@ -20,11 +20,12 @@ use super::{
     process::{Process, Revoked, Tick},
 };
 
-/// The longest a peer waits for news.
+/// The longest a peer waits for news, and for the end of a turn.
 const WAIT: u64 = 200_000;
+const BUSY: u64 = 40_000;
 
 /// Leases that peers hold on this process's KV.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Exports {
     leases: BTreeMap<LeaseId, Export>,
     revoked: Revoked,
@@ -35,9 +36,10 @@ pub struct Exports {
     pub(super) news: bool,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Export {
     holder: Incarnation,
+    kind: LeaseKind,
     truth: Vec<Kv>,
     expires: Now,
     dies: Now,
@@ -47,6 +49,11 @@ impl Exports {
     /// Live leases as the mover knows them.
     pub fn len(&self) -> usize {
         self.leases.len()
+    }
+
+    /// A lease that somebody's request waits for.
+    pub fn serving(&self) -> bool {
+        self.leases.values().any(|l| l.kind != LeaseKind::Sync)
     }
 
     /// None.
@@ -69,8 +76,12 @@ impl Process {
         if self.export_try(call, &ask) {
             return;
         }
+        let wait = match ask.what {
+            PeerWhat::Handover(..) => BUSY,
+            _ => WAIT,
+        };
         self.exports.waiting.insert(call, ask);
-        self.after(WAIT, Tick::Waited(call));
+        self.after(wait, Tick::Waited(call));
     }
 
     pub(super) fn export_news(&mut self) {
@@ -88,6 +99,7 @@ impl Process {
                 Ok(view) => self.reply(call, Reply::View(view)),
                 Err(why) => self.reply(call, Reply::No(why)),
             },
+            Some(PeerWhat::Handover(..)) => self.reply(call, Reply::HandedOver(HandoverAnswer::Busy)),
             Some(_) => {
                 let why = Refusal::new(Reason::DeadlineExceeded, "the session did not arrive");
                 self.reply(call, Reply::No(why));
@@ -100,11 +112,13 @@ impl Process {
     fn export_try(&mut self, call: CallId, ask: &PeerAsk) -> bool {
         let here = self.incarnation();
         let answer = match &ask.what {
-            PeerWhat::Lease(session, placement) => {
+            PeerWhat::Lease(session, placement, kind, have) => {
                 let request = LeaseRequest {
                     session: session.clone(),
                     placement: *placement,
                     incarnation: ask.to,
+                    kind: *kind,
+                    have: *have,
                 };
                 match self.lease(&request, ask.from) {
                     Ok(None) => return false,
@@ -112,6 +126,10 @@ impl Process {
                     Err(why) => Reply::No(why),
                 }
             }
+            PeerWhat::Handover(request, held) => match self.handed_over(ask, request, *held) {
+                None => return false,
+                Some(answer) => answer,
+            },
             // Everything else goes over a connection that was made to one process.
             _ if ask.to != here => Reply::No(Refusal::new(Reason::StaleIncarnation, "another process")),
             PeerWhat::Watch(lease, from) => match self.watch_lease(*lease, *from, ask.from) {
@@ -119,6 +137,7 @@ impl Process {
                 Ok(Some(view)) => view,
                 Err(why) => Reply::No(why),
             },
+            PeerWhat::Announce(announcement) => self.announced(ask, announcement),
             PeerWhat::Renew(lease) => self.named(*lease, ask.from, |p, lease| p.renew(lease)),
             PeerWhat::Confirm(lease) => self.named(*lease, ask.from, |p, lease| p.confirm(lease)),
             PeerWhat::End(lease) => self.named(*lease, ask.from, |p, lease| {
@@ -142,34 +161,63 @@ impl Process {
         self.watch.check(request.incarnation == here, Oracle::Incarnation, || {
             format!("a lease meant for {} was granted by {here}", request.incarnation)
         });
-        self.placed(&request.session, before.as_ref(), Some(request.placement));
+        // Only a seed's number and a reseed's were granted; a backup and a pending target change nothing (SES-4).
+        if matches!(request.kind, LeaseKind::Follow | LeaseKind::Replica) {
+            self.placed(&request.session, before.as_ref(), Some(request.placement));
+        }
+        let whole = match grant.after {
+            0 => grant.tokens.clone(),
+            after => self.whole(request, after, &grant.tokens),
+        };
         let lives = self.w.config().lease;
         let export = Export {
             holder,
-            truth: kv::truth(&grant.identity, &grant.tokens),
+            kind: request.kind,
+            truth: kv::truth(&grant.identity, &whole),
             expires: self.now + lives,
             dies: self.now + self.w.config().lease_max,
         };
         self.log(|| {
             format!(
-                "lease {} on {} of {} tokens",
+                "lease {} on {}: {:?} of {} tokens after {}",
                 grant.lease,
                 request.session,
-                grant.tokens.len()
+                request.kind,
+                grant.tokens.len(),
+                grant.after
             )
         });
         self.exports.leases.insert(grant.lease, export);
         Ok(Some(Reply::Granted(Box::new(grant))))
     }
 
+    /// All tokens under a lease that does not repeat the first `after`.
+    fn whole(&mut self, request: &LeaseRequest, after: u32, tokens: &[Token]) -> Arc<[Token]> {
+        let request = LeaseRequest {
+            have: None,
+            ..request.clone()
+        };
+        let mut whole: Arc<[Token]> = Arc::from([]);
+        if let Ok(LeaseAnswer::Granted(grant)) = self.w.lease(&request, self.now) {
+            self.w.end_lease(grant.lease, self.now);
+            self.ask(|_, _| ());
+            whole = grant.tokens;
+        }
+        let same = whole.get(after as usize..) == Some(tokens);
+        self.watch.check(same, Oracle::TrueKv, || {
+            format!("a lease on {} is not the end of its tokens", request.session)
+        });
+        whole
+    }
+
     fn watch_lease(&mut self, lease: LeaseId, from: u32, holder: Incarnation) -> Result<Option<Reply>, Refusal> {
-        self.held(lease, holder)?;
+        self.export_held(lease, holder)?;
         let view = self.ask(|w, _| w.lease_view(lease, from))?;
         if view.slots.is_empty() && !view.complete {
             return Ok(None);
         }
         if let Some(export) = self.exports.leases.get(&lease) {
-            for (slot, value) in view.slots.iter().zip(&export.truth[from as usize..]) {
+            for (slot, value) in view.slots.iter().zip(export.truth.iter().skip(from as usize)) {
                 let right = self.pool.read(*slot) == *value;
                 self.watch.check(right, Oracle::TrueKv, || {
                     format!("lease {lease} shows a wrong byte in slot {slot}")
@@ -205,13 +253,13 @@ impl Process {
         holder: Incarnation,
         call: impl FnOnce(&mut Process, LeaseId) -> Result<(), Refusal>,
     ) -> Reply {
-        match self.held(lease, holder).and_then(|()| call(self, lease)) {
+        match self.export_held(lease, holder).and_then(|()| call(self, lease)) {
             Ok(()) => Reply::Fine,
             Err(why) => Reply::No(why),
         }
     }
 
-    fn held(&self, lease: LeaseId, holder: Incarnation) -> Result<(), Refusal> {
+    fn export_held(&self, lease: LeaseId, holder: Incarnation) -> Result<(), Refusal> {
         match self.exports.leases.get(&lease) {
             Some(export) if export.holder == holder => Ok(()),
             // The mover has forgotten it; whether it was revoked only the machine remembers.

@@ -4,12 +4,91 @@ use kvc_proto::id::RouterId;
 
 use super::{
     client::Answer,
+    clock::Time,
     message::{Message, NodeId},
     router,
     world::{Event, Wish, World},
 };
 
+/// A fault that strikes at a step of a move, a sync or a reseed between two workers.
+#[derive(Clone, Copy, Debug)]
+pub enum Aim {
+    /// A worker ends by force.
+    Crash(NodeId),
+    /// One direction carries nothing for this long.
+    Cut(NodeId, NodeId, Time),
+    /// A worker does nothing for this long.
+    Freeze(NodeId, Time),
+    /// Its engine does nothing for this long; its threads answer.
+    Stall(NodeId, Time),
+    /// Its clock leaps ahead.
+    Leap(NodeId, Time),
+}
+
 impl World {
+    /// A step of a move between two workers is taken: a good moment.
+    pub(super) fn milestone(&mut self, what: &'static str, node: NodeId, peer: NodeId) {
+        if self.now >= self.plan.faults_until || !self.rng.chance(self.plan.aim) {
+            return;
+        }
+        let (a, b) = if self.rng.chance(500) {
+            (node, peer)
+        } else {
+            (peer, node)
+        };
+        // Before, while and after the step's message travels.
+        let travels = self.plan.link.delay + self.plan.link.jitter;
+        let after = self.rng.pick(&[0, 0, travels / 2, travels, 2 * travels + 5_000]);
+        let long = if self.rng.chance(300) { 1_200_000 } else { 150_000 };
+        let time = self.rng.range(2_000, long);
+        let aim = match self.rng.below(10) {
+            0..=2 => Aim::Crash(a),
+            3..=5 => Aim::Cut(a, b, time),
+            6..=7 => Aim::Freeze(a, time),
+            8 => Aim::Stall(a, time),
+            _ => Aim::Leap(a, time),
+        };
+        self.note(|| format!("at \"{what}\" of {node} and {peer}: {aim:?} in {after} us"));
+        self.at(self.now + after, Event::Aimed(aim));
+        if matches!(aim, Aim::Cut(..)) && self.rng.chance(250) {
+            // The answer is lost, and then its sender.
+            let later = after + self.rng.below(30_000);
+            self.at(self.now + later, Event::Aimed(Aim::Crash(a)));
+        }
+    }
+
+    pub(super) fn aimed(&mut self, aim: Aim) {
+        if self.now >= self.plan.faults_until {
+            return;
+        }
+        match aim {
+            Aim::Crash(node) => self.crash(node),
+            Aim::Cut(a, b, time) => {
+                let until = self.now + time;
+                self.note(|| format!("{a} → {b} is cut until {:.3} ms", until as f64 / 1000.0));
+                self.links[a][b].cut_until = until;
+            }
+            Aim::Freeze(node, time) => {
+                let thaw = self.now + time;
+                self.note(|| format!("worker {node} freezes until {:.3} ms", thaw as f64 / 1000.0));
+                self.hosts[node].frozen_until = thaw;
+            }
+            Aim::Stall(node, time) => {
+                let until = self.hosts[node].clock.at(self.now + time);
+                self.note(|| format!("the engine of worker {node} stalls for {time} us"));
+                if let Some(process) = &mut self.hosts[node].process {
+                    process.stalled_until = until;
+                }
+            }
+            Aim::Leap(node, time) => {
+                self.note(|| format!("the clock of worker {node} leaps by {time} us"));
+                self.hosts[node].clock.leap(time);
+                // Its timers are due earlier now.
+                self.process_out(node);
+            }
+        }
+    }
+
     pub(super) fn next_fault(&mut self) {
         let at = self.now + 1 + self.rng.below(2 * self.plan.fault_gap);
         if at < self.plan.faults_until {
@@ -21,9 +100,17 @@ impl World {
         self.next_fault();
         let node = self.rng.below(self.hosts.len() as u64) as NodeId;
         let peer = self.rng.below(self.links.len() as u64) as NodeId;
-        match self.rng.below(16) {
+        match self.rng.below(18) {
             10 => self.flush(node),
             11 => self.drain(node),
+            16 => {
+                let time = self.rng.range(10_000, 900_000);
+                self.aimed(Aim::Leap(node, time));
+            }
+            17 => {
+                let time = self.rng.range(10_000, 400_000);
+                self.aimed(Aim::Stall(node, time));
+            }
             12..=13 => self.close_one(node),
             14 => self.restart_router(),
             0..=2 => self.crash(node),
@@ -38,7 +125,9 @@ impl World {
                 } else {
                     (peer, node)
                 };
-                let until = self.now + self.rng.range(5_000, 300_000);
+                // Now and then longer than any lease or hand-over lasts.
+                let most = if self.rng.chance(200) { 1_500_000 } else { 300_000 };
+                let until = self.now + self.rng.range(5_000, most);
                 self.note(|| format!("{a} → {b} is cut until {:.3} ms", until as f64 / 1000.0));
                 self.links[a][b].cut_until = until;
                 if self.rng.chance(300) {
@@ -122,6 +211,7 @@ impl World {
             host.frozen_until = host.frozen_until.min(self.now + 1);
             if let Some(process) = &mut host.process {
                 process.w.set_draining(false);
+                process.stalled_until = kvc_proto::time::Now(0);
             }
         }
     }

@@ -1,6 +1,9 @@
 //! The end of a world: every byte is looked at, everything is closed, and nothing may be left.
 
-use kvc_proto::worker::{LeaseAnswer, LeaseRequest};
+use kvc_proto::{
+    wire::info::Standing,
+    worker::{LeaseAnswer, LeaseKind, LeaseRequest},
+};
 
 use super::{kv, oracle::Oracle, world::World};
 
@@ -18,6 +21,8 @@ impl World {
                     session: session.clone(),
                     placement,
                     incarnation: p.incarnation(),
+                    kind: LeaseKind::Sync,
+                    have: None,
                 };
                 let Ok(LeaseAnswer::Granted(grant)) = p.w.lease(&request, now) else {
                     continue;
@@ -36,6 +41,49 @@ impl World {
                 p.w.end_lease(grant.lease, now);
                 while p.w.poll_effect().is_some() {}
             }
+        }
+    }
+
+    /// SYNC-1: what an owner has told its backup is there, unless the pull was refused, or the copy given up since.
+    pub(super) fn look_at_replicas(&mut self) {
+        for node in 0..self.hosts.len() {
+            let Some(owner) = self.hosts[node].process.as_mut() else {
+                continue;
+            };
+            let list = owner.w.sessions(None, usize::MAX, owner.now).sessions;
+            let owned = list.into_iter().filter(|s| s.standing == Standing::Owner);
+            let told: Vec<_> = owned
+                .filter_map(|s| Some((owner.outbox.told.get(&s.session_id)?.clone(), s)))
+                .filter(|(told, s)| told.taken && s.backup.as_ref() == Some(&told.to))
+                .collect();
+            for (told, session) in told {
+                let name = session.session_id;
+                let mine = self.hosts[node].process.as_mut().and_then(|p| p.held(&name));
+                if told.held.is_none() || mine != told.held {
+                    // Cut since, and nothing was committed: the backup holds more than it needs.
+                    continue;
+                }
+                let at = told.to.peer.parse().unwrap_or(node);
+                let Some(backup) = self.hosts[at]
+                    .process
+                    .as_mut()
+                    .filter(|p| p.incarnation() == told.to.incarnation)
+                else {
+                    continue;
+                };
+                let excused = backup.unsynced.contains(&name);
+                let kept = backup.held(&name);
+                self.watch.check(excused || kept == mine, Oracle::Lag, || {
+                    format!("{name}: its owner {node} holds {mine:?}, its backup {at} {kept:?}")
+                });
+            }
+        }
+        for host in &mut self.hosts {
+            let Some(process) = &mut host.process else { continue };
+            let (waiting, tokens) = process.w.sync_lag();
+            process.watch.check(waiting == 0, Oracle::Lag, || {
+                format!("{waiting} announcements of {tokens} tokens wait for ever")
+            });
         }
     }
 

@@ -19,7 +19,7 @@ use super::{
 pub type WaitingLand = (ImportId, Arc<[Token]>, u32, Identity, Path);
 
 /// An import between `Land` and `Commit` or `Drop`.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Landing {
     truth: Vec<Kv>,
     held: u32,
@@ -41,6 +41,12 @@ impl Process {
                 identity,
             } => self.land(import, tokens, held, identity),
             Command::Commit { import, share } => self.commit_import(import, share),
+            Command::Abort { turn } => {
+                self.log(|| format!("{turn} is told to end: its session was granted elsewhere"));
+                if let Some(request) = self.requests.values_mut().find(|r| r.turn == Some(turn)) {
+                    (request.aborted, request.superseded) = (true, true);
+                }
+            }
             Command::Drop { frees, locked } => {
                 self.forget_landing(locked, &frees.slots);
                 self.take_back(frees);
@@ -146,7 +152,11 @@ impl Process {
             // Nothing new to share: the machine keeps the handle, only the lock goes.
             self.tree.unlock(&landing.path);
         }
+        if let Some(task) = self.imports.get(&import) {
+            self.histories.remove(&task.order.session);
+        }
         self.ask(|w, now| w.import_committed(import, now));
+        self.dirty = true;
         self.log(|| format!("import {import} committed {} tokens", landing.truth.len()));
     }
 

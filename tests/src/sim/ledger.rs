@@ -12,13 +12,21 @@ use kvc_proto::{
     worker::{Command, Snapshot},
 };
 
-use super::{engine::Request, oracle::Oracle, process::Process};
+use super::{
+    engine::Request,
+    oracle::Oracle,
+    process::{Out, Process},
+};
 
 /// See the module.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Books {
     granted: BTreeSet<ReservationId>,
     placements: BTreeMap<SessionId, Placement>,
+    /// The same as it was when the engine's loop last asked the machine: what an older turn says from then on is nobody's.
+    closed: BTreeMap<SessionId, Placement>,
+    /// Numbers that this process has withdrawn from for good (MIG-2).
+    pub(super) withdrawn: BTreeSet<(SessionId, u64)>,
     /// Admissions granted and refused.
     pub admitted: u64,
     /// See there.
@@ -82,7 +90,7 @@ impl Process {
             let history = request.truth[..request.row.len()].to_vec();
             self.histories.insert(session.clone(), history);
             if let Some(placement) = request.placement {
-                self.holds(session.clone(), placement);
+                self.push(Out::Holds(session.clone(), placement));
             }
         }
         self.log(|| {
@@ -115,13 +123,35 @@ impl Process {
             .iter()
             .map(|c| match c {
                 Command::Free(frees) | Command::Drop { frees, .. } => frees.slots.len(),
-                Command::Land { .. } | Command::Commit { .. } => 0,
+                Command::Land { .. } | Command::Commit { .. } | Command::Abort { .. } => 0,
             })
             .sum();
         let least = u64::from(taken.saturating_sub(self.w.evictable() + given as u32 * page) + owed);
         let used = self.w.load(None).used;
         self.watch.check(used >= least, Oracle::Ledger, || {
             format!("used {used}, but {taken} are taken and {owed} are owed to running turns")
+        });
+    }
+
+    /// The machine has been asked what to do: turns under placements that it knows to be over were aborted by it.
+    pub(super) fn close_placements(&mut self) {
+        self.books.closed = self.books.placements.clone();
+    }
+
+    /// SES-4, MIG-3: a token of this request goes to its client.
+    pub(super) fn check_superseded(&mut self, request: u64) {
+        let Some(request) = self.requests.get(&request) else {
+            return;
+        };
+        let (Some(session), Some(placement)) = (&request.session, request.placement) else {
+            return;
+        };
+        let closed = self.books.closed.get(session).filter(|c| c.n > placement.n);
+        self.watch.check(closed.is_none(), Oracle::Superseded, || {
+            format!(
+                "a token of {session} goes out under {}, {closed:?} is known",
+                placement.n
+            )
         });
     }
 }

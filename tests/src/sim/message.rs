@@ -5,12 +5,14 @@ use std::sync::Arc;
 use kvc_proto::{
     id::{Incarnation, LeaseId, Placement, SessionId},
     wire::{
-        admit::{AdmitAnswer, AdmitRequest, ImportRequest, ReleaseRequest},
-        info::{SessionView, WorkerInfo},
+        admit::{
+            AdmitAnswer, AdmitRequest, ImportAnswer, ImportRequest, ReleaseRequest, WithdrawAnswer, WithdrawRequest,
+        },
+        info::{SessionList, SessionView, WorkerInfo},
         reason::{Reason, Refusal},
         turn::TurnTag,
     },
-    worker::{Identity, LeaseGrant, LeaseView, Slot, Token},
+    worker::{Announcement, Handover, HandoverAnswer, Have, Identity, LeaseGrant, LeaseKind, LeaseView, Slot, Token},
 };
 
 use super::kv::Kv;
@@ -40,10 +42,14 @@ pub enum Ask {
     Info,
     /// `GET /kvc/v1/sessions/{id}`
     Session(SessionId),
+    /// `GET /kvc/v1/sessions`: those after a name.
+    Sessions(Option<SessionId>),
     /// `POST /admit_direct_append`
     Admit(Box<AdmitRequest>),
     /// `POST /kvc/v1/sessions/{id}/import`
     Import(SessionId, ImportRequest),
+    /// `POST /kvc/v1/sessions/{id}/withdraw`
+    Withdraw(SessionId, WithdrawRequest),
     /// `POST /kvc/v1/sessions/{id}/release`
     Release(SessionId, ReleaseRequest),
     /// A client's body at the engine.
@@ -70,6 +76,8 @@ pub struct TurnAsk {
 /// A call of a peer.
 #[derive(Clone, Debug)]
 pub struct PeerAsk {
+    /// The asking process's control address.
+    pub peer: NodeId,
     /// The asking process.
     pub from: Incarnation,
     /// The process that the connection was made to.
@@ -82,7 +90,7 @@ pub struct PeerAsk {
 #[derive(Clone, Debug)]
 pub enum PeerWhat {
     /// XFER-2; waits for the turn.
-    Lease(SessionId, Placement),
+    Lease(SessionId, Placement, LeaseKind, Option<Have>),
     /// What is readable from a token on; waits for news.
     Watch(LeaseId, u32),
     /// A sign of life.
@@ -91,9 +99,16 @@ pub enum PeerWhat {
     Confirm(LeaseId),
     /// The reader is done.
     End(LeaseId),
+    /// SYNC-1.
+    Announce(Announcement),
+    /// MIG-1; waits while the session is busy. The second part is the simulation's own: what the asker really holds.
+    Handover(Handover, Held),
     /// Data plane: the bytes of these slots.
     Read(LeaseId, Arc<[Slot]>),
 }
+
+/// A copy told by its length and the KV of its last token, which stands for the whole prefix.
+pub type Held = Option<(u32, Kv)>;
 
 /// A worker's answer.
 #[derive(Clone, Debug)]
@@ -105,7 +120,11 @@ pub enum Reply {
     /// To [`Ask::Admit`].
     Admit(Box<AdmitAnswer>),
     /// To [`Ask::Import`].
-    Imported(Result<u32, Reason>),
+    Imported(Result<ImportAnswer, Reason>),
+    /// To [`Ask::Sessions`].
+    Sessions(Box<SessionList>),
+    /// To [`Ask::Withdraw`].
+    Withdrawn(Result<WithdrawAnswer, Reason>),
     /// To [`Ask::Release`].
     Released,
     /// The first token is out.
@@ -120,8 +139,10 @@ pub enum Reply {
     Granted(Box<LeaseGrant>),
     /// To [`PeerWhat::Watch`].
     View(LeaseView),
-    /// To renew, confirm, end.
+    /// To renew, confirm, end, announce.
     Fine,
+    /// To [`PeerWhat::Handover`].
+    HandedOver(HandoverAnswer),
     /// To [`PeerWhat::Read`].
     Bytes(Vec<Kv>),
     /// A peer's refusal.

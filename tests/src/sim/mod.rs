@@ -6,26 +6,35 @@
 //! `engine-ext` and the Python shim do, a router ([`router`]) that does what `router/src/drive.rs` does. New work (sync,
 //! migration) comes in as further effects of the machines and further [`message`]s.
 
+pub mod announce;
 pub mod client;
 pub mod clock;
+pub mod drive;
 pub mod engine;
 pub mod export;
 pub mod fault;
 pub mod finish;
+pub mod handover;
 pub mod import;
+pub mod inspect;
 pub mod kv;
 pub mod landing;
 pub mod ledger;
 pub mod link;
 pub mod message;
+pub mod moves;
+pub mod operator;
 pub mod oracle;
+pub mod owners;
 pub mod plan;
+pub mod play;
 pub mod pool;
 pub mod process;
 pub mod replay;
 pub mod rng;
 pub mod room;
 pub mod router;
+pub mod stage;
 pub mod store;
 pub mod tree;
 pub mod turn;

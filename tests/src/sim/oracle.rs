@@ -35,6 +35,22 @@ pub enum Oracle {
     Placement,
     /// MIG-3: no two workers own the same placement.
     OneHolder,
+    /// SES-4, MIG-3: no placement has two owners at the same time.
+    OneOwnerOfPlacement,
+    /// MIG-1: a source decides once: one owner comes after a placement.
+    OneDecision,
+    /// MIG-1: what is handed over is what the source has committed.
+    WholeHandover,
+    /// MIG-2: what was withdrawn is never owned.
+    Withdrawn,
+    /// MIG-2: a target owns only what it was granted within the hand-over deadline.
+    LateOwner,
+    /// MIG-2: a pending target is asked, or waited out, before another placement is made.
+    PendingFirst,
+    /// SES-4: a worker that knows a later placement delivers nothing under the old one.
+    Superseded,
+    /// SYNC-1: when everything is quiet a replica is its owner's copy, unless its pull was refused.
+    Lag,
     /// XFER-3: a lease that was revoked is not confirmed.
     Confirm,
     /// MIG-3, DISP-8: at most one answer per request.
@@ -75,7 +91,7 @@ impl fmt::Display for Violation {
 }
 
 /// Collects violations of one node; the world looks after every step.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Watch {
     first: Option<Violation>,
 }

@@ -79,6 +79,14 @@ pub struct Plan {
     pub faults_until: Time,
     /// Mean time between two faults; 0 for none.
     pub fault_gap: Time,
+    /// Thousandths of the steps between two workers at which a fault strikes.
+    pub aim: u64,
+    /// Mean time between two moves that an operator asks for; 0 for none.
+    pub move_gap: Time,
+    /// Mean time between two drains; 0 for none.
+    pub drain_gap: Time,
+    /// The operator asks for something until then.
+    pub operated_until: Time,
 }
 
 impl Plan {
@@ -106,6 +114,10 @@ impl Plan {
             .iter()
             .map(|_| worker(rng, page, tau, new_max, capacity))
             .collect();
+        // One number for all of them: routers wait it out.
+        let handover = Duration::from_millis(rng.range(15, 250));
+        let mut workers: Vec<WorkerConfig> = workers;
+        workers.iter_mut().for_each(|w| w.handover_deadline = handover);
         let speed = |rng: &mut Rng| Speed {
             forward: rng.range(500, 4_000),
             token: rng.range(5, 60),
@@ -135,7 +147,7 @@ impl Plan {
             roles: roles.to_vec(),
             workers,
             routers,
-            router: router(rng, tau, limits),
+            router: router(rng, tau, handover, limits),
             clients,
             // Two clients of one session get in each other's way (ADM-8).
             sessions: if rng.chance(300) { clients - 1 } else { clients },
@@ -153,6 +165,14 @@ impl Plan {
             link,
             faults_until: if faults { rng.range(100_000, 900_000) } else { 0 },
             fault_gap: if faults { rng.range(20_000, 200_000) } else { 0 },
+            aim: if faults { rng.pick(&[0, 20, 60, 150]) } else { 0 },
+            move_gap: if rng.chance(700) { rng.range(8_000, 150_000) } else { 0 },
+            drain_gap: if rng.chance(250) {
+                rng.range(150_000, 600_000)
+            } else {
+                0
+            },
+            operated_until: rng.range(200_000, 900_000),
         }
     }
 }
@@ -171,11 +191,16 @@ fn worker(rng: &mut Rng, page: u32, tau: u32, new_max: u64, mut capacity: impl F
         session_cap: rng.pick(&[capacity, capacity, capacity / 2]),
         lease: Duration::from_millis(rng.range(60, 400)),
         lease_max: Duration::from_millis(1_500),
+        sync: rng.chance(900),
+        sync_imports: rng.range(1, 2) as usize,
+        sync_deadline: Duration::from_millis(rng.range(200, 900)),
+        handover_deadline: Duration::ZERO,
+        handover_hold: Duration::from_millis(rng.range(1, 30)),
         remembered: 64,
     }
 }
 
-fn router(rng: &mut Rng, tau: u32, limits: &Limits) -> RouterConfig {
+fn router(rng: &mut Rng, tau: u32, handover: Duration, limits: &Limits) -> RouterConfig {
     RouterConfig {
         policy: Kvc {
             alpha: 1,
@@ -190,5 +215,7 @@ fn router(rng: &mut Rng, tau: u32, limits: &Limits) -> RouterConfig {
         busy_wait: Duration::from_millis(300),
         max_executions: 3,
         import_deadline: Duration::from_millis(rng.range(100, 1_000)),
+        sync: rng.chance(900),
+        handover_wait: handover * 2,
     }
 }

@@ -17,7 +17,7 @@ use super::{
 const DEAD: Kv = 0xdead;
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Pool {
     /// Tokens per page.
     pub page: u32,

@@ -16,14 +16,15 @@ use kvc_proto::{
 };
 
 use super::{
+    announce::Outbox,
     clock::Time,
     engine::{Batch, Request},
     export::Exports,
-    import::Task,
+    import::{Order, Task},
     kv::Kv,
     landing::{Landing, WaitingLand},
     ledger::Books,
-    message::{Ask, CallId, Message, NodeId, Reply, TurnAsk},
+    message::{Ask, CallId, Held, Message, NodeId, PeerAsk, PeerWhat, Reply, TurnAsk},
     oracle::{Oracle, Watch},
     pool::Pool,
     rng::Rng,
@@ -31,7 +32,7 @@ use super::{
 };
 
 /// What a process wants from the world.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Out {
     /// To another node.
     Send(NodeId, Message),
@@ -39,12 +40,20 @@ pub enum Out {
     After(Time, Tick),
     /// A turn of the session has committed here under this placement.
     Holds(SessionId, Placement),
+    /// The sessions this process owns from here on, with their placements' numbers.
+    Owns(BTreeMap<SessionId, u64>),
+    /// The session that was owned here under the first number belongs to a worker under the second.
+    Decided(SessionId, Placement, NodeId, Placement),
+    /// The source has told a target so, for the first time or again.
+    Granted(SessionId, Placement),
+    /// A step of a move with a peer.
+    Milestone(&'static str, NodeId),
     /// A line for the event log.
     Log(String),
 }
 
 /// A moment that a process has asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Tick {
     /// The engine's loop, if this is still its latest appointment.
     Step(u64),
@@ -56,8 +65,12 @@ pub enum Tick {
     Serve(CallId),
     /// This process's own call to a peer is not answered.
     Unanswered(CallId),
-    /// Time to renew an import's lease.
-    Renew(ImportId),
+    /// Time to renew an import's lease, if it is still that one.
+    Renew(ImportId, LeaseId),
+    /// A pull that made way for others looks again.
+    Reads(ImportId),
+    /// Time to send an announcement again.
+    Announce(SessionId),
 }
 
 /// How fast the engine is, and its limits.
@@ -86,7 +99,7 @@ pub struct Speed {
 }
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Process {
     /// Its node.
     pub id: NodeId,
@@ -118,13 +131,25 @@ pub struct Process {
     pub open: BTreeMap<CallId, NodeId>,
     pub(super) next_call: CallId,
     pub(super) books: Books,
+    /// Announcements that go out.
+    pub outbox: Outbox,
+    /// Sessions whose last pull as a backup failed, or whose copy was given up since (SYNC-1).
+    pub unsynced: BTreeSet<SessionId>,
+    /// What the turn that commits now leaves.
+    pub(super) committing: Held,
+    /// What it owns, as the world knows it.
+    pub(super) owned: BTreeMap<SessionId, u64>,
+    /// Who owns what may have changed.
+    pub(super) dirty: bool,
+    /// The engine's thread does nothing until then.
+    pub(super) stalled_until: Now,
     /// True KV of what each session's last turn left: what a streaming session appends to.
     pub(super) histories: BTreeMap<SessionId, Vec<Kv>>,
     pub(super) rng: Rng,
     pub(super) now: Now,
     /// The oracles' findings.
     pub watch: Watch,
-    out: Vec<Out>,
+    pub(super) out: Vec<Out>,
     logging: bool,
     /// The engine did something since the last look.
     pub(super) stirred: bool,
@@ -181,6 +206,12 @@ impl Process {
             open: BTreeMap::new(),
             next_call: incarnation.0 << 24,
             books: Books::default(),
+            outbox: Outbox::default(),
+            unsynced: BTreeSet::new(),
+            committing: None,
+            owned: BTreeMap::new(),
+            dirty: false,
+            stalled_until: Now(0),
             histories: BTreeMap::new(),
             rng,
             now: Now(0),
@@ -205,8 +236,12 @@ impl Process {
         match message {
             Message::Ask(call, ask) => self.asked(call, from, ask),
             Message::Close(call) => self.closed(call),
-            Message::Reply(call, reply) => self.import_reply(call, reply),
-            Message::Reset(call) => self.import_reset(call),
+            Message::Reply(call, reply) => {
+                if !self.announce_replied(call, &reply) {
+                    self.import_reply(call, reply);
+                }
+            }
+            Message::Reset(call) => self.unanswered(call),
         }
         self.settle();
     }
@@ -215,13 +250,19 @@ impl Process {
     pub fn tick(&mut self, tick: Tick, now: Now) {
         self.now = now;
         match tick {
+            Tick::Step(n) if n == self.appointment && self.batch.is_none() && now < self.stalled_until => {
+                let rest = self.stalled_until.since(now).as_micros() as u64;
+                self.step_after(rest);
+            }
             Tick::Step(n) if n == self.appointment && self.batch.is_none() => self.step(),
             Tick::Step(_) => {}
             Tick::Forward => self.forward(),
             Tick::Waited(call) => self.export_waited(call),
             Tick::Serve(call) => self.export_serve(call),
-            Tick::Unanswered(call) => self.import_reset(call),
-            Tick::Renew(import) => self.import_renew(import),
+            Tick::Unanswered(call) => self.unanswered(call),
+            Tick::Renew(import, lease) => self.import_renew(import, lease),
+            Tick::Reads(import) => self.import_reads(import),
+            Tick::Announce(session) => self.announce_send(&session),
         }
         self.settle();
     }
@@ -229,6 +270,7 @@ impl Process {
     /// The machine's own timer is due.
     pub fn timeout(&mut self, now: Now) {
         self.now = now;
+        self.dirty = true;
         self.ask(|w, now| w.handle_timeout(now));
         self.settle();
     }
@@ -241,6 +283,8 @@ impl Process {
     /// The client of the session's owner is done with it (close API of the engine).
     pub fn close_session(&mut self, session: &SessionId, now: Now) {
         self.now = now;
+        self.unsynced.insert(session.clone());
+        self.dirty = true;
         self.ask(|w, now| w.close(session, now));
         self.settle();
     }
@@ -251,6 +295,8 @@ impl Process {
             return false;
         }
         self.now = now;
+        self.unsynced.extend(self.sessions());
+        self.dirty = true;
         self.ask(|w, now| w.flush(now));
         self.watch.check(self.exports_left() == 0, Oracle::FreedUnderRead, || {
             "a flush leaves something readable".to_owned()
@@ -290,7 +336,21 @@ impl Process {
                 peer,
                 incarnation,
                 placement,
-            } => self.import_open(import, session, &peer, incarnation, placement),
+                kind,
+                have,
+            } => {
+                let order = Order {
+                    session,
+                    peer: peer.parse().unwrap_or(self.id),
+                    incarnation,
+                    placement,
+                    kind,
+                    have,
+                };
+                self.import_open(import, order);
+            }
+            Effect::AskHandover { import, peer, request } => self.handover_ask(import, &peer, request),
+            Effect::Announce { to, announcement } => self.announce(to, announcement),
             Effect::Pull { import, from, slots } => self.import_pull(import, from, slots),
             Effect::Confirm { import } => self.import_confirm(import),
             Effect::EndLease { import } => self.import_end(import),
@@ -316,6 +376,14 @@ impl Process {
             Ask::Session(session) => {
                 let view = self.w.session(&session, self.now);
                 self.reply(call, Reply::Session(view.map(Box::new)));
+            }
+            Ask::Sessions(after) => {
+                let list = self.w.sessions(after.as_ref(), 4, self.now);
+                self.reply(call, Reply::Sessions(Box::new(list)));
+            }
+            Ask::Withdraw(session, request) => {
+                let reply = self.withdraw(&session, &request);
+                self.reply(call, reply);
             }
             Ask::Admit(request) => {
                 let answer = self.admit(&request);
@@ -348,7 +416,8 @@ impl Process {
                     format!("two imports of {session} at once")
                 });
             }
-            Ask::Info | Ask::Session(_) | Ask::Turn(_) | Ask::Peer(_) => {}
+            Ask::Withdraw(session, request) => drop(self.withdraw(&session, &request)),
+            Ask::Info | Ask::Session(_) | Ask::Sessions(_) | Ask::Turn(_) | Ask::Peer(_) => {}
         }
     }
 
@@ -387,8 +456,24 @@ impl Process {
         self.out.push(Out::Send(to, message));
     }
 
-    pub(super) fn holds(&mut self, session: SessionId, placement: Placement) {
-        self.out.push(Out::Holds(session, placement));
+    /// To another process's control plane.
+    pub(super) fn peer_send(&mut self, node: NodeId, to: Incarnation, what: PeerWhat) -> CallId {
+        self.next_call += 1;
+        let (call, peer, from) = (self.next_call, self.id, self.incarnation());
+        let ask = PeerAsk { peer, from, to, what };
+        self.send(node, Message::Ask(call, Ask::Peer(ask)));
+        call
+    }
+
+    /// A call to a peer has broken, or was not answered in time.
+    fn unanswered(&mut self, call: CallId) {
+        if !self.announce_reset(call) {
+            self.import_reset(call);
+        }
+    }
+
+    pub(super) fn push(&mut self, out: Out) {
+        self.out.push(out);
     }
 
     pub(super) fn after(&mut self, time: Time, tick: Tick) {
@@ -434,91 +519,6 @@ impl Process {
             layout: String::new(),
             draining: self.w.draining(),
             load: self.w.load(None),
-        }
-    }
-
-    /// Nothing waits, runs, lands or is read here.
-    pub fn quiet(&self) -> bool {
-        self.requests.is_empty() && self.inbox.is_empty() && self.imports.is_empty() && self.batch.is_none()
-    }
-
-    /// At the end of the world, every session closed and every deadline past: nothing is left.
-    pub fn check_nothing_left(&mut self) {
-        let used = self.w.load(None).used;
-        let counts = self.w.counts();
-        let engine = (self.w.evictable(), self.w.held(), self.tree.protected());
-        let tables = (self.handles.len(), self.landings.len(), self.exports_left());
-        let fine = self.quiet() && used == 0 && counts == (0, 0, 0) && engine == (0, 0, 0) && tables == (0, 0, 0);
-        self.watch.check(fine, Oracle::Leak, || {
-            format!(
-                "used {used}, (sessions, leases, imports) {counts:?}, (evictable, held, locked) {engine:?}, \
-                 (handles, landings, exports) {tables:?}, requests {}",
-                self.requests.len()
-            )
-        });
-        let pages = self.pool.free_pages() + self.tree.evictable();
-        self.watch.check(pages == self.pool.pages, Oracle::Leak, || {
-            format!("{pages} of {} pages are free", self.pool.pages)
-        });
-    }
-
-    /// Sessions known, by name.
-    pub fn sessions(&self) -> Vec<SessionId> {
-        let list = self.w.sessions(None, usize::MAX, self.now);
-        list.sessions.into_iter().map(|s| s.session_id).collect()
-    }
-
-    /// What must hold after every event of this process.
-    fn check(&mut self) {
-        let page = self.pool.page;
-        let rows = |r: &Request| r.row_pages(page) * page - r.protected;
-        let running: u32 = self.requests.values().filter(|r| r.begun).map(rows).sum();
-        let free = self.pool.free_pages() * page;
-        let (evictable, held) = (self.w.evictable(), self.w.held());
-        let tree = (self.tree.evictable() + self.tree.protected()) * page;
-        let capacity = self.pool.pages * page;
-        self.watch.check(
-            free + tree + evictable + held + running == capacity,
-            Oracle::Sum,
-            || {
-                format!(
-                    "{capacity} = free {free} + tree {tree} + evictable {evictable} + held {held} + running {running}"
-                )
-            },
-        );
-        if std::mem::take(&mut self.stirred) {
-            self.check_owners();
-        }
-    }
-
-    fn check_owners(&mut self) {
-        let page = self.pool.page;
-        let mut owner: BTreeMap<u32, &str> = BTreeMap::new();
-        let mut rows: BTreeSet<u32> = BTreeSet::new();
-        let watch = &mut self.watch;
-        let mut own = |number: u32, who: &'static str| {
-            let before = owner.insert(number, who);
-            watch.check(before.is_none() && !self.pool.is_free(number), Oracle::OneOwner, || {
-                format!("page {number} is {who} and {}", before.unwrap_or("free"))
-            });
-        };
-        for (number, _) in self.tree.pages() {
-            own(number, "the tree's");
-        }
-        for request in self.requests.values().filter(|r| r.begun) {
-            let skip = (request.protected / page) as usize;
-            for slot in request.row.iter().step_by(page as usize).skip(skip) {
-                rows.insert(*slot as u32 / page);
-                own(*slot as u32 / page, "a row's");
-            }
-        }
-        for (number, state) in self.w.page_states() {
-            use kvc_proto::block::PageState;
-            // A running turn's row names its session's pages: they are one owner.
-            let lent = matches!(state, PageState::Lent | PageState::Reading) && rows.contains(&number);
-            if !lent {
-                own(number, "the module's");
-            }
         }
     }
 }

@@ -21,8 +21,10 @@ pub struct Report {
     pub errors: u64,
     /// Completed dispatches: direct, seed, reseed, fallback; then requests without a router.
     pub modes: [u64; 5],
-    /// Worker crashes.
+    /// Worker crashes, and how many of these came after a drain.
     pub crashes: u64,
+    /// See there.
+    pub drained: u64,
     /// What the workers did.
     pub past: Past,
 }
@@ -35,6 +37,7 @@ impl Report {
         self.answers += other.answers;
         self.errors += other.errors;
         self.crashes += other.crashes;
+        self.drained += other.drained;
         self.modes.iter_mut().zip(other.modes).for_each(|(a, b)| *a += b);
         self.past.join(&other.past);
     }
@@ -78,6 +81,7 @@ fn report(world: &World) -> Report {
         errors,
         modes,
         crashes: world.crashes,
+        drained: world.drained,
         past: world.past(),
     }
 }

@@ -36,6 +36,7 @@ impl Process {
                 break;
             };
             self.log(|| format!("evicts {} {} tokens", victim.session, victim.tokens));
+            self.unsynced.insert(victim.session.clone());
             for handle in &victim.frees.prefixes {
                 if let Some(at) = guarded.iter().position(|(h, _)| h == handle) {
                     let (_, path) = guarded.remove(at);

@@ -3,30 +3,37 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
+    time::Duration,
 };
 
 use kvc_proto::{
     id::{RouterId, SessionId},
     routing::{
-        Dispatch, Effect, Event, Resident, Router, RouterConfig, Turn, WorkerIndex,
+        Dispatch, Event, Handover, Resident, Router, RouterConfig, Turn, WorkerIndex,
         view::{At, View},
     },
     time::Now,
-    wire::{admit::ReleaseRequest, info::Role, reason::Reason, turn::TurnTag},
+    wire::{
+        info::{Role, SessionView},
+        reason::Reason,
+        turn::TurnTag,
+    },
     worker::Token,
 };
 
 use super::{
     client::{Answer, Request},
     clock::Time,
-    message::{Ask, CallId, Message, NodeId, Reply, TurnAsk},
+    drive::turn,
+    message::{Ask, CallId, Message, NodeId, Reply},
+    moves::Moves,
     oracle::{Oracle, Watch},
     store::Store,
 };
 
 /// Deadlines of the driver; production has longer ones of the same order.
-const ADMIT: Time = 60_000;
-const FIRST_TOKEN: Time = 3_000_000;
+pub(super) const ADMIT: Time = 60_000;
+pub(super) const FIRST_TOKEN: Time = 3_000_000;
 const NEXT_TOKEN: Time = 2_000_000;
 const POLL: Time = 500_000;
 /// As in `router/src/discover.rs`.
@@ -70,33 +77,43 @@ pub struct Broken {
 /// See the module.
 #[derive(Debug)]
 pub struct Node {
-    id: NodeId,
+    pub(super) id: NodeId,
     pub(super) router: Router<Store>,
+    /// The workers' hand-over deadline.
+    pub(super) handover_deadline: Duration,
     store: Store,
     next_poll: u64,
     pub(super) live: BTreeMap<u64, Live>,
-    calls: BTreeMap<CallId, (u64, Call)>,
+    pub(super) moves: Moves,
+    pub(super) calls: BTreeMap<CallId, (u64, Call)>,
     polls: BTreeMap<CallId, usize>,
     misses: Vec<u32>,
-    next: u64,
-    now: Now,
+    pub(super) next: u64,
+    pub(super) now: Now,
     /// Sessions that a worker has refused, or failed, since its last success with them.
     pub(super) troubled: BTreeSet<(SessionId, u16)>,
     pub(super) out: Vec<Out>,
-    logging: bool,
+    pub(super) logging: bool,
     /// The oracles' findings.
     pub watch: Watch,
     /// Ended dispatches by mode: direct, seed, reseed, fallback; then those without.
     pub modes: [u64; 5],
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Call {
+/// What a call was made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Call {
+    /// What a worker knows of a session.
     Session(WorkerIndex),
     Admit(WorkerIndex),
+    Withdraw,
+    /// The prefill worker's own import before it computes.
+    Refresh,
     Prefill,
     Import,
     Run,
+    /// A draining worker's sessions.
+    List,
 }
 
 /// A request under way.
@@ -105,6 +122,10 @@ pub(super) struct Live {
     pub(super) request: Request,
     pub(super) dispatch: Option<Dispatch>,
     pub(super) found: Vec<Resident>,
+    /// The question was [`Effect::Locate`](kvc_proto::routing::Effect::Locate).
+    pub(super) locating: bool,
+    /// What comes after the prefill worker's own import.
+    pub(super) handover: Option<Box<Handover>>,
     pub(super) output: Option<Arc<[Token]>>,
     pub(super) started: bool,
     /// Its stream's next token is due then.
@@ -120,9 +141,11 @@ impl Node {
         let mut node = Node {
             id,
             store: store.clone(),
+            handover_deadline: config.handover_wait / 2,
             next_poll: 0,
             router: Router::new(config, name, store, View::new(roles.iter().copied())),
             live: BTreeMap::new(),
+            moves: Moves::default(),
             calls: BTreeMap::new(),
             polls: BTreeMap::new(),
             misses: vec![0; roles.len()],
@@ -184,6 +207,8 @@ impl Node {
         let mut live = Live {
             dispatch: None,
             found: Vec::new(),
+            locating: false,
+            handover: None,
             output: None,
             started: false,
             until: None,
@@ -246,6 +271,7 @@ impl Node {
         self.now = now;
         match tick {
             Tick::Deadline(call) => self.failed(call, Reason::DeadlineExceeded),
+            Tick::Wake(number) if self.moves.runs(number) => self.move_timeout(number),
             Tick::Wake(number) => {
                 // While it was queued behind another turn of its session the pin may have moved.
                 if let Some(mut live) = self.live.remove(&number) {
@@ -291,6 +317,9 @@ impl Node {
             Oracle::Leak,
             || format!("router: {inflight} in flight, {busy} sessions busy, {calls} calls"),
         );
+        let moves = self.moves.running();
+        self.watch
+            .check(moves == 0, Oracle::Leak, || format!("router: {moves} moves under way"));
     }
 
     fn replied(&mut self, call: CallId, reply: Reply) {
@@ -298,17 +327,25 @@ impl Node {
             if let Reply::Info(info) = reply {
                 self.misses[worker] = 0;
                 self.router.view.seen(WorkerIndex(worker as u16), &info);
+                if info.draining {
+                    self.drain_worker(WorkerIndex(worker as u16));
+                }
             }
             return;
         }
-        let Some((number, kind)) = self.calls.get(&call).cloned() else {
+        let Some((number, kind)) = self.calls.get(&call).copied() else {
             return;
         };
+        if self.moves.runs(number) {
+            self.calls.remove(&call);
+            self.move_replied(number, kind, reply);
+            return;
+        }
         if matches!(reply, Reply::FirstToken) {
             if kind == Call::Run {
                 self.out.push(Out::After(NEXT_TOKEN, Tick::Deadline(call)));
                 if let Some(live) = self.live.get_mut(&number) {
-                    live.until = Some(self.now + std::time::Duration::from_micros(NEXT_TOKEN));
+                    live.until = Some(self.now + Duration::from_micros(NEXT_TOKEN));
                 }
                 self.first_byte(number);
             }
@@ -317,19 +354,35 @@ impl Node {
         self.calls.remove(&call);
         match (kind, reply) {
             (Call::Session(worker), Reply::Session(view)) => {
-                if let (Some(live), Some(view)) = (self.live.get_mut(&number), view) {
-                    live.found.push(Resident {
-                        worker,
-                        tokens: view.committed,
-                        epoch: view.epoch,
-                    });
+                let found = self.resident(worker, number, view.as_deref());
+                if let Some(live) = self.live.get_mut(&number) {
+                    live.found.push(found);
                 }
                 self.asked_all(number);
             }
             (Call::Admit(worker), Reply::Admit(answer)) => {
                 self.note(number, worker, answer.reason);
+                if let (Some(moved), Some(live)) = (&answer.moved, self.live.get(&number))
+                    && let Some(session) = &live.request.session
+                {
+                    self.moves.heard_of(session, moved.placement);
+                }
                 self.tell(number, Event::Answer(answer));
             }
+            (Call::Withdraw, Reply::Withdrawn(answer)) => {
+                let session = self.live.get(&number).and_then(|l| l.request.session.clone());
+                if let Some(session) = session {
+                    self.moves.settled(&session, &answer);
+                }
+                self.tell(
+                    number,
+                    match answer {
+                        Ok(answer) => Event::Withdrawn(answer),
+                        Err(why) => Event::WithdrawRefused(why),
+                    },
+                );
+            }
+            (Call::Refresh, Reply::Imported(_)) => self.refreshed(number),
             (Call::Import, Reply::Imported(Ok(_))) => {
                 // What the prefill still has to say is of use to nobody, but it must end by itself.
                 self.calls.retain(|_, (n, c)| *n != number || *c != Call::Prefill);
@@ -374,7 +427,7 @@ impl Node {
             }
             return;
         }
-        let Some((number, kind)) = self.calls.get(&call).cloned() else {
+        let Some((number, kind)) = self.calls.get(&call).copied() else {
             return;
         };
         // A stream that has begun has a deadline of its own.
@@ -386,8 +439,21 @@ impl Node {
         if let Some(worker) = self.worker_of(call) {
             self.out.push(Out::Send(worker, Message::Close(call)));
         }
+        if self.moves.runs(number) {
+            self.move_lost(number, kind);
+            return;
+        }
         match kind {
             Call::Session(_) => self.asked_all(number),
+            Call::Withdraw => {
+                let session = self.live.get(&number).and_then(|l| l.request.session.clone());
+                if let Some(session) = session {
+                    self.moves.lost(&session, self.now);
+                }
+                self.tell(number, Event::Unreachable);
+            }
+            Call::Refresh => self.refreshed(number),
+            Call::List => {}
             Call::Admit(worker) => {
                 self.lost(worker);
                 self.note(number, worker, Some(Reason::PeerUnreachable));
@@ -400,6 +466,18 @@ impl Node {
             Call::Prefill => self.prefill_failed(number),
             Call::Run => self.run_failed(number, reason),
         }
+    }
+
+    /// A worker's answer about a request's session.
+    fn resident(&mut self, worker: WorkerIndex, number: u64, view: Option<&SessionView>) -> Resident {
+        let Some(view) = view else {
+            return Resident::nothing(worker);
+        };
+        let found = Resident::of(worker, view);
+        if let (Some(heard), true) = (found.highest(), self.live.contains_key(&number)) {
+            self.moves.heard_of(&view.session_id, heard);
+        }
+        found
     }
 
     fn prefill_failed(&mut self, number: u64) {
@@ -424,7 +502,7 @@ impl Node {
         }
     }
 
-    fn asked_all(&mut self, number: u64) {
+    pub(super) fn asked_all(&mut self, number: u64) {
         let open = self
             .calls
             .values()
@@ -432,7 +510,15 @@ impl Node {
         if !open && let Some(live) = self.live.get_mut(&number) {
             let mut found = std::mem::take(&mut live.found);
             found.sort_by_key(|r| r.worker);
-            self.tell(number, Event::Residents(found));
+            let locating = live.locating;
+            self.tell(
+                number,
+                if locating {
+                    Event::Located(found)
+                } else {
+                    Event::Residents(found)
+                },
+            );
         }
     }
 
@@ -475,139 +561,5 @@ impl Node {
         if let Some(outcome) = ended {
             self.over(number, outcome);
         }
-    }
-
-    fn effect(&mut self, number: u64, request: &Request, effect: Effect) {
-        self.log(|| {
-            format!(
-                "request {} of client {}: {}",
-                request.number,
-                request.client,
-                brief(&effect)
-            )
-        });
-        match effect {
-            Effect::Ask(session) => {
-                let workers: Vec<_> = self.router.view.decoders().collect();
-                for worker in workers {
-                    self.call(
-                        number,
-                        Call::Session(worker),
-                        worker,
-                        Ask::Session(session.clone()),
-                        ADMIT,
-                    );
-                }
-                if !self.calls.values().any(|(n, _)| *n == number) {
-                    self.asked_all(number);
-                }
-            }
-            Effect::Probe { worker, request } => {
-                let kind = Call::Admit(worker);
-                self.call(number, kind, worker, Ask::Admit(request), ADMIT);
-            }
-            Effect::PrefillAndImport(handover) => {
-                let within = self.router.config().import_deadline.as_micros() as u64;
-                let session = handover.prefill_tag.session.clone();
-                let body = turn(request, Some(handover.prefill_tag));
-                self.call(
-                    number,
-                    Call::Prefill,
-                    handover.prefill,
-                    Ask::Turn(Box::new(body)),
-                    within,
-                );
-                let import = Ask::Import(session, handover.import);
-                self.call(number, Call::Import, handover.decode, import, within + ADMIT);
-            }
-            Effect::Run { worker, tag } => {
-                let body = turn(request, tag);
-                self.call(number, Call::Run, worker, Ask::Turn(Box::new(body)), FIRST_TOKEN);
-            }
-            Effect::Wait { until } => self.out.push(Out::Until(until, Tick::Wake(number))),
-            Effect::Release {
-                worker,
-                session,
-                request,
-            } => {
-                self.next += 1;
-                let question = ReleaseRequest {
-                    request: Some(request),
-                    drop_kv: false,
-                };
-                let ask = Message::Ask(self.next, Ask::Release(session, question));
-                self.out.push(Out::Send(worker.0.into(), ask));
-            }
-            Effect::Refuse(_) => {}
-        }
-    }
-
-    fn call(&mut self, number: u64, kind: Call, worker: WorkerIndex, ask: Ask, within: Time) {
-        self.next += 1;
-        // The call's number tells its worker: closing needs no table.
-        let call = self.next << 8 | u64::from(worker.0);
-        self.calls.insert(call, (number, kind));
-        self.out.push(Out::Send(worker.0.into(), Message::Ask(call, ask)));
-        self.out.push(Out::After(within, Tick::Deadline(call)));
-    }
-
-    fn worker_of(&self, call: CallId) -> Option<NodeId> {
-        usize::try_from(call & 0xff).ok().filter(|w| *w < self.misses.len())
-    }
-
-    fn close_calls(&mut self, number: u64, which: impl Fn(&Call) -> bool) {
-        let dead: Vec<CallId> = self
-            .calls
-            .iter()
-            .filter(|(_, (n, c))| *n == number && which(c))
-            .map(|(c, _)| *c)
-            .collect();
-        for call in dead {
-            self.calls.remove(&call);
-            if let Some(worker) = self.worker_of(call) {
-                self.out.push(Out::Send(worker, Message::Close(call)));
-            }
-        }
-    }
-
-    pub(super) fn log(&mut self, line: impl FnOnce() -> String) {
-        if self.logging {
-            self.out.push(Out::Log(line()));
-        }
-    }
-
-    /// Its node.
-    pub fn id(&self) -> NodeId {
-        self.id
-    }
-}
-
-fn turn(request: &Request, tag: Option<TurnTag>) -> TurnAsk {
-    TurnAsk {
-        tag,
-        identity: request.identity.clone(),
-        prompt: request.prompt.clone(),
-        max_new: request.max_new,
-        stream: request.stream,
-    }
-}
-
-fn brief(effect: &Effect) -> String {
-    match effect {
-        Effect::Ask(_) => "asks who holds it".to_owned(),
-        Effect::Probe { worker, request } => format!(
-            "asks {} for {} tokens, {} new, placement {:?}",
-            worker.0,
-            request.input_tokens,
-            request.append_tokens,
-            request.placement.map(|p| p.n)
-        ),
-        Effect::PrefillAndImport(h) => format!("{} prefills, {} imports", h.prefill.0, h.decode.0),
-        Effect::Run { worker, tag } => format!(
-            "runs on {} tag {}",
-            worker.0,
-            tag.as_ref().map_or(String::new(), |t| t.to_string())
-        ),
-        other => format!("{other:?}"),
     }
 }

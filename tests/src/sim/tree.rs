@@ -8,7 +8,7 @@ use super::{kv::Kv, pool::Pool};
 /// The keys of a prefix's nodes, root first.
 pub type Path = Vec<Kv>;
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Node {
     page: u32,
     parent: Option<Kv>,
@@ -18,7 +18,7 @@ struct Node {
 }
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Tree {
     page: u32,
     nodes: BTreeMap<Kv, Node>,

@@ -152,7 +152,11 @@ impl Process {
             request.say(kv::sample(last, self.speed.vocabulary));
         }
         let (call, finished) = (request.call, request.output.len() as u32 >= request.max_new);
-        if request.stream && !std::mem::replace(&mut request.told, true) {
+        let first = request.stream && !std::mem::replace(&mut request.told, true);
+        if first || finished {
+            self.check_superseded(id);
+        }
+        if first {
             self.reply(call, Reply::FirstToken);
         }
         if finished {
@@ -175,7 +179,10 @@ impl Process {
         self.tree.unlock(&request.path);
         match request.turn {
             Some(turn) => {
+                self.committing = request.truth[..committed as usize].last().map(|kv| (committed, *kv));
                 let frees = self.ask(|w, now| w.commit(turn, committed, &request.output, &request.row, now));
+                self.committing = None;
+                self.dirty = true;
                 self.take_back(frees);
                 self.committed(&request);
             }
@@ -187,7 +194,11 @@ impl Process {
     pub(super) fn abort(&mut self, id: u64) {
         self.deeds.aborts += 1;
         self.roll_back(id, Rollback::Abort);
-        self.requests.remove(&id);
+        if let Some(request) = self.requests.remove(&id)
+            && request.superseded
+        {
+            self.reply(request.call, Reply::Failed(Reason::StaleEpoch));
+        }
     }
 
     pub(super) fn starve(&mut self, id: u64) {

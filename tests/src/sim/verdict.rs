@@ -29,6 +29,8 @@ impl Node {
             .any(|w| w != pin.worker && blocks(w) > blocks(pin.worker));
         live.pin = Some(pin);
         live.excused = outranked
+            || self.moves.moves(session)
+            || record.pending.is_some()
             || view.worker(pin.worker).health() != Health::Up
             || self.troubled.contains(&(session.clone(), pin.worker.0));
     }
@@ -36,6 +38,7 @@ impl Node {
     pub(super) fn note(&mut self, number: u64, worker: WorkerIndex, reason: Option<Reason>) {
         let Some(live) = self.live.get_mut(&number) else { return };
         live.asked.push((worker, reason));
+        live.excused |= reason == Some(Reason::Moved);
         if let (Some(session), Some(reason)) = (&live.request.session, reason)
             && (reason.counts_as_reject() || reason == Reason::TooLarge)
         {

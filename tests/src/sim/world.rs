@@ -7,16 +7,18 @@ use std::{
 };
 
 use kvc_proto::{
-    id::{Incarnation, Placement, RouterId, SessionId, StoreId},
+    id::{Incarnation, RouterId, StoreId},
     routing::MemoryStore,
 };
 
 use super::{
     client::{Client, Request},
     clock::{Clock, Time},
+    fault::Aim,
     link::Link,
     message::{Ask, Message, NodeId},
     oracle::{Oracle, Violation, Watch},
+    owners::Owners,
     plan::Plan,
     process::{self, Process},
     rng::Rng,
@@ -42,8 +44,15 @@ pub(super) enum Event {
     Router(usize, router::Tick),
     Client(usize, Wish),
     Fault,
+    Aimed(Aim),
     Restart(NodeId),
     Heal,
+    /// The operator wants a session moved.
+    Move,
+    /// The operator begins to drain some worker.
+    Drain,
+    /// The operator looks whether a worker's process is drained; gives up at the second time.
+    Drained(NodeId, u64, Time),
 }
 
 /// What a client does at a moment.
@@ -83,10 +92,11 @@ pub struct World {
     pub steps: u64,
     /// Processes that have ended by force.
     pub crashes: u64,
+    /// Of these, processes that were drained first.
+    pub drained: u64,
     pub(super) past: Past,
     pub(super) routers_started: u64,
-    /// Where turns have committed under each placement.
-    holders: BTreeMap<(SessionId, u64), (NodeId, u64)>,
+    pub(super) owners: Owners,
 }
 
 /// What ended processes had done.
@@ -108,6 +118,26 @@ pub struct Past {
     pub aborts: u64,
     /// Requests that no room could be found for.
     pub starved: u64,
+    /// Announcements sent.
+    pub announced: u64,
+    /// Pulls of a backup that have committed, and that were given up.
+    pub synced: u64,
+    /// See there.
+    pub unsynced: u64,
+    /// Reseeds from a replica that have committed.
+    pub reseeded: u64,
+    /// Sessions handed over: the target knows that it owns them.
+    pub moved: u64,
+    /// Hand-overs answered `behind`, `busy`, and too late.
+    pub behind: u64,
+    /// See there.
+    pub busy: u64,
+    /// See there.
+    pub late: u64,
+    /// Pending targets that were asked and have withdrawn.
+    pub withdrawn: u64,
+    /// Turns that lost their placement while they waited or ran.
+    pub superseded: u64,
 }
 
 impl Past {
@@ -121,6 +151,16 @@ impl Past {
         self.retracts += process.deeds.retracts;
         self.aborts += process.deeds.aborts;
         self.starved += process.deeds.starved;
+        self.announced += counters.announced;
+        self.synced += counters.committed_by[2];
+        self.unsynced += counters.syncs_failed;
+        self.reseeded += counters.committed_by[1];
+        self.moved += counters.taken_over;
+        self.behind += counters.handovers_behind;
+        self.busy += counters.handovers_busy;
+        self.late += counters.answers_too_old;
+        self.withdrawn += counters.withdrawn;
+        self.superseded += counters.superseded_turns;
     }
 
     /// Adds another world's.
@@ -133,6 +173,16 @@ impl Past {
         self.retracts += other.retracts;
         self.aborts += other.aborts;
         self.starved += other.starved;
+        self.announced += other.announced;
+        self.synced += other.synced;
+        self.unsynced += other.unsynced;
+        self.reseeded += other.reseeded;
+        self.moved += other.moved;
+        self.behind += other.behind;
+        self.busy += other.busy;
+        self.late += other.late;
+        self.withdrawn += other.withdrawn;
+        self.superseded += other.superseded;
     }
 }
 
@@ -170,9 +220,10 @@ impl World {
             log: logging.then(Vec::new),
             steps: 0,
             crashes: 0,
+            drained: 0,
             past: Past::default(),
             routers_started: plan_routers,
-            holders: BTreeMap::new(),
+            owners: Owners::default(),
             rng,
         };
         for node in 0..world.hosts.len() {
@@ -185,6 +236,7 @@ impl World {
             let at = 5_000 + world.rng.below(20_000);
             world.at(at, Event::Client(client, Wish::Ask));
         }
+        world.next_operation();
         if world.plan.fault_gap > 0 {
             world.next_fault();
             world.at(world.plan.faults_until, Event::Heal);
@@ -202,6 +254,7 @@ impl World {
         }
         self.until(self.now + QUIET)?;
         self.look_at_everything();
+        self.look_at_replicas();
         self.close_everything();
         self.until(self.now + CLOSED)?;
         self.check_nothing_left();
@@ -290,8 +343,8 @@ impl World {
             Event::Process(node, lives, tick) => self.host(
                 node,
                 lives,
-                |e| Event::Process(node, e, tick),
-                |p, now| p.tick(tick, now),
+                |e| Event::Process(node, e, tick.clone()),
+                |p, now| p.tick(tick.clone(), now),
             ),
             Event::Timeout(node, lives) => {
                 if self.hosts[node].lives == lives {
@@ -311,8 +364,12 @@ impl World {
             }
             Event::Client(client, wish) => self.client(client, wish),
             Event::Fault => self.fault(),
+            Event::Aimed(aim) => self.aimed(aim),
             Event::Restart(node) => self.start(node),
             Event::Heal => self.heal(),
+            Event::Move => self.operator_moves(),
+            Event::Drain => self.operator_drains(),
+            Event::Drained(node, lives, until) => self.operator_looks(node, lives, until),
         }
     }
 
@@ -374,7 +431,22 @@ impl World {
             match out {
                 process::Out::Send(to, message) => self.send(node, to, message),
                 process::Out::After(time, tick) => self.at(self.now + time, Event::Process(node, lives, tick)),
-                process::Out::Holds(session, placement) => self.holds(node, session, placement),
+                process::Out::Holds(session, placement) => {
+                    let hosts = &self.hosts;
+                    let alive = |(n, l): (NodeId, u64)| hosts[n].lives == l && hosts[n].process.is_some();
+                    let watch = &mut self.watch;
+                    self.owners.commits((node, lives), session, placement.n, alive, watch);
+                }
+                process::Out::Owns(owned) => {
+                    let deadline = self.plan.workers[node].handover_deadline.as_micros() as u64;
+                    self.owners.owns(node, owned, self.now, deadline, &mut self.watch);
+                }
+                process::Out::Granted(session, pending) => self.owners.grants(session, pending, self.now),
+                process::Out::Decided(session, owned, to, pending) => {
+                    let watch = &mut self.watch;
+                    self.owners.decides((node, lives), session, owned, to, pending, watch);
+                }
+                process::Out::Milestone(what, peer) => self.milestone(what, node, peer),
                 process::Out::Log(line) => self.note(|| format!("worker {node}: {line}")),
             }
         }
@@ -388,25 +460,14 @@ impl World {
         }
     }
 
-    /// MIG-3: a placement's turns commit in one process, as long as that lives.
-    fn holds(&mut self, node: NodeId, session: SessionId, placement: Placement) {
-        let lives = self.hosts[node].lives;
-        let facts = format!("{session} under {} commits on worker {node}", placement.n);
-        if let Some((other, life)) = self.holders.insert((session, placement.n), (node, lives)) {
-            let alive = self.hosts[other].lives == life && self.hosts[other].process.is_some();
-            self.watch.check(other == node || !alive, Oracle::OneHolder, || {
-                format!("{facts}, and has on {other}")
-            });
-        }
-    }
-
     pub(super) fn crash(&mut self, node: NodeId) {
         let Some(process) = self.hosts[node].process.take() else {
             return;
         };
         self.crashes += 1;
         self.past.add(&process);
-        self.note(|| format!("worker {node} crashes"));
+        self.owners.gone(node);
+        self.note(|| format!("worker {node} ends"));
         for (call, caller) in process.open.clone() {
             self.send(node, caller, Message::Reset(call));
         }
