@@ -179,9 +179,12 @@ impl Record {
     }
 
     /// MIG-1: `at` owns the session under `placement`, and holds about `tokens`. Older news than what is known changes
-    /// nothing.
+    /// nothing. Who has taken it over had room: its rejects are cleared, else it would not be asked (ROUTE-1).
     pub fn lives_at(&mut self, at: At, placement: Placement, tokens: u32) {
         if self.placement.is_none_or(|held| held.n <= placement.n) {
+            if self.pin != Some(at) {
+                self.clear_rejects(at);
+            }
             self.placement = Some(placement);
             self.pin = Some(at);
             self.holds(at, tokens);

@@ -706,4 +706,8 @@ impl State {
 }
 
 #[cfg(test)]
+mod move_tests;
+#[cfg(test)]
+mod reseed_tests;
+#[cfg(test)]
 mod tests;

@@ -11,16 +11,16 @@ use crate::{
     wire::info::{Role, Standing},
 };
 
-type TestRouter = Router<MemoryStore>;
+pub(super) type TestRouter = Router<MemoryStore>;
 
-const T: Now = Now(0);
+pub(super) const T: Now = Now(0);
 
-fn router_of(roles: &[Role], config: RouterConfig) -> TestRouter {
+pub(super) fn router_of(roles: &[Role], config: RouterConfig) -> TestRouter {
     Router::new(config, RouterId(7), MemoryStore::new(StoreId(1)), view(roles))
 }
 
 /// Two or more decode workers, no prefill worker; sessions are not asked for.
-fn decoders(n: usize) -> TestRouter {
+pub(super) fn decoders(n: usize) -> TestRouter {
     let config = RouterConfig {
         ask_unknown: false,
         ..RouterConfig::default()
@@ -28,11 +28,11 @@ fn decoders(n: usize) -> TestRouter {
     router_of(&vec![Role::Decode; n], config)
 }
 
-fn s() -> SessionId {
+pub(super) fn s() -> SessionId {
     SessionId::new("s").expect("plain")
 }
 
-fn turn(input_tokens: u32) -> Turn {
+pub(super) fn turn(input_tokens: u32) -> Turn {
     Turn {
         session: Some(s()),
         input_tokens,
@@ -41,40 +41,40 @@ fn turn(input_tokens: u32) -> Turn {
     }
 }
 
-fn start(router: &mut TestRouter, input: u32) -> Dispatch {
+pub(super) fn start(router: &mut TestRouter, input: u32) -> Dispatch {
     Dispatch::start(router, turn(input), T)
 }
 
-fn say(d: &mut Dispatch, router: &mut TestRouter, event: Event) {
+pub(super) fn say(d: &mut Dispatch, router: &mut TestRouter, event: Event) {
     d.handle(router, event, T).expect("the event is expected");
 }
 
-fn probe(d: &mut Dispatch) -> (WorkerIndex, AdmitRequest) {
+pub(super) fn probe(d: &mut Dispatch) -> (WorkerIndex, AdmitRequest) {
     match d.poll_effect() {
         Some(Effect::Probe { worker, request }) => (worker, *request),
         other => panic!("expected a probe, got {other:?}"),
     }
 }
 
-fn run(d: &mut Dispatch) -> (WorkerIndex, Option<crate::wire::turn::TurnTag>) {
+pub(super) fn run(d: &mut Dispatch) -> (WorkerIndex, Option<crate::wire::turn::TurnTag>) {
     match d.poll_effect() {
         Some(Effect::Run { worker, tag }) => (worker, tag),
         other => panic!("expected a run, got {other:?}"),
     }
 }
 
-fn answer(a: AdmitAnswer) -> Event {
+pub(super) fn answer(a: AdmitAnswer) -> Event {
     Event::Answer(Box::new(a))
 }
 
-fn complete(d: &mut Dispatch, router: &mut TestRouter) {
+pub(super) fn complete(d: &mut Dispatch, router: &mut TestRouter) {
     say(d, router, Event::FirstByte);
     say(d, router, Event::Completed { output_tokens: 10 });
     assert_eq!(d.outcome(), Some(Outcome::Completed));
 }
 
 /// One whole seed at whichever worker is chosen.
-fn seed(router: &mut TestRouter, input: u32) -> WorkerIndex {
+pub(super) fn seed(router: &mut TestRouter, input: u32) -> WorkerIndex {
     let mut d = start(router, input);
     let (w, request) = probe(&mut d);
     assert_eq!(request.turn, 0);
@@ -85,11 +85,11 @@ fn seed(router: &mut TestRouter, input: u32) -> WorkerIndex {
     w
 }
 
-fn inflight(router: &TestRouter) -> Vec<u32> {
+pub(super) fn inflight(router: &TestRouter) -> Vec<u32> {
     router.view.all().map(|w| router.view.worker(w).inflight()).collect()
 }
 
-fn rejects(router: &TestRouter, w: WorkerIndex) -> u32 {
+pub(super) fn rejects(router: &TestRouter, w: WorkerIndex) -> u32 {
     router.sessions.peek(&s()).map_or(0, |r| r.rejects(router.view.at(w)))
 }
 
@@ -224,6 +224,7 @@ fn a_failed_import_or_prefill_leaves_the_prompt_to_d() {
     for event in [Event::ImportFailed(Reason::LeaseRevoked), Event::PrefillFailed] {
         let config = RouterConfig {
             ask_unknown: false,
+            sync: false,
             ..RouterConfig::default()
         };
         let mut r = router_of(&[Role::Prefill, Role::Decode], config);
@@ -264,6 +265,8 @@ fn a_resident_session_found_evicted_gets_a_fresh_placement() {
         "a direct turn names the placement held"
     );
     say(&mut d, &mut r, answer(admits(D1, Mode::Reseed, 0)));
+    assert!(matches!(d.poll_effect(), Some(Effect::Locate { .. })));
+    say(&mut d, &mut r, Event::Located(vec![Resident::nothing(D0)]));
     let Some(Effect::HandOver(h)) = d.poll_effect() else {
         panic!("expected a hand over")
     };
@@ -537,6 +540,16 @@ fn a_dead_worker_before_the_first_byte_sends_the_request_elsewhere() {
     assert_ne!(other, w);
     assert!(again.placement.expect("taken").n > request.placement.expect("held").n);
     say(&mut d, &mut r, answer(admits(other, Mode::Reseed, 0)));
+    let locate = Effect::Locate {
+        session: s(),
+        workers: vec![w],
+    };
+    assert_eq!(
+        d.poll_effect(),
+        Some(locate),
+        "it may live and hold the session (SYNC-2)"
+    );
+    say(&mut d, &mut r, Event::Located(vec![]));
     assert_eq!(run(&mut d).0, other);
     complete(&mut d, &mut r);
     assert_eq!(inflight(&r), [0, 0]);
