@@ -225,6 +225,21 @@ impl Worker {
         }
     }
 
+    /// The engine needs the room (SYNC-3).
+    pub(super) fn give_up_syncs(&mut self, now: Now) {
+        let mut syncs: Vec<_> = self
+            .imports
+            .iter()
+            .filter(|(_, i)| i.purpose == Purpose::Sync)
+            .map(|(id, _)| *id)
+            .collect();
+        syncs.sort_unstable();
+        for id in syncs {
+            let why = Refusal::new(Reason::NoDCapacity, "the engine needs the room");
+            self.drop_import(id, why, now);
+        }
+    }
+
     /// The pages just committed are those of an owner at this epoch.
     pub(super) fn follows(&mut self, key: Key, epoch: Epoch) {
         let session = &mut self.sessions[key];

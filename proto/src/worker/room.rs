@@ -43,9 +43,13 @@ impl Worker {
     }
 
     /// The next copy to give up: closed ones, idle ones by last use, leased ones (SES-3: the lease is revoked and fenced
-    /// first), those whose turn waits, unclaimed tails. `None` when nothing is left; `evictable` is 0 then.
-    pub fn victim(&mut self, _now: Now) -> Option<Victim> {
-        let (class, key) = self.order.first()?;
+    /// first), those whose turn waits, unclaimed tails. `None` when nothing is left; `evictable` is 0 then, and what
+    /// replicas' pulls have landed comes back with the next poll (SYNC-3).
+    pub fn victim(&mut self, now: Now) -> Option<Victim> {
+        let Some((class, key)) = self.order.first() else {
+            self.give_up_syncs(now);
+            return None;
+        };
         let mut frees = Frees::default();
         let session = &self.sessions[key];
         let (name, before) = (session.id.clone(), session.marks.evictable);

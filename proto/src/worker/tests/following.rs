@@ -204,6 +204,28 @@ fn a_pull_gives_way_to_a_turn_and_to_imports_that_serve() {
     assert_eq!(peers.view(0, 5).committed, committed(&other), "afterwards it is");
 }
 
+/// SYNC-3, SES-3: what a pull has landed is the engine's again when nothing else is.
+#[test]
+fn a_pull_is_given_up_for_room() {
+    let (mut peers, _) = seeded(4);
+    peers.turn(1, 5, &tokens(5, 200), 5, Some(0));
+    let said = std::mem::take(&mut peers.at[1].said);
+    said.into_iter().for_each(|s| peers.carry(1, s));
+    let said = std::mem::take(&mut peers.at[0].said);
+    said.into_iter().for_each(|s| peers.carry(0, s));
+    peers.at[0].poll();
+    assert_eq!(peers.at[0].w.transfers(peers.at[0].now).imports[0].phase, "pulling");
+    let e = &mut peers.at[0];
+    let pages = e.free.len() as u32 + 30;
+    let enough = e.make_room(pages);
+    assert!(!enough, "all but what lands was evicted");
+    e.effects();
+    e.poll();
+    assert!(e.make_room(pages), "and now that too");
+    assert_eq!(e.w.counts().2, 0);
+    e.check();
+}
+
 #[test]
 fn news_is_refused_by_who_keeps_none_and_by_who_knows_better() {
     let mut configs = [super::engine::config(1024, 4), super::engine::config(1024, 4)];
