@@ -31,7 +31,7 @@ use crate::{
     peer::{self, Peers},
     pool::Pool,
     timer::{self, Timer},
-    transfer::{Announcer, Exports, Imports, Serving},
+    transfer::{Announcer, Exports, Imports, Pace, Serving},
     wake::Wake,
 };
 
@@ -144,6 +144,7 @@ impl Engine {
             imports: Imports::new(serving.clone()),
             announcer: Announcer::default(),
             serving,
+            pace: Pace::default(),
             peers: Peers::new(&config)?,
             runtime: runtime.handle().clone(),
             mover,
@@ -231,6 +232,11 @@ impl Engine {
         self.shared.mover.endpoint()
     }
 
+    /// How many bytes per second all pulls into this worker take at most, from now on; 0: no limit, as at start.
+    pub fn limit_pulls(&self, bytes_per_s: u64) {
+        self.shared.pace.limit(bytes_per_s);
+    }
+
     /// What `GET /kvc/v1/info` answers.
     pub fn info(&self) -> WorkerInfo {
         self.shared.info()
@@ -277,6 +283,7 @@ pub(crate) struct Shared {
     pub(crate) imports: Imports,
     pub(crate) announcer: Announcer,
     pub(crate) serving: Arc<Serving>,
+    pub(crate) pace: Pace,
     pub(crate) peers: Peers,
     pub(crate) runtime: Handle,
     // Dropped before `facts`, whose layout keeps the memory.

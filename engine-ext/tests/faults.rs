@@ -2,57 +2,15 @@
 
 mod support;
 
-use std::{net::TcpListener, sync::Arc, time::Duration};
+use std::{net::TcpListener, time::Duration};
 
 use kvc_engine_ext::harness::{Client, Start, TestEngine, TestTurn, true_kv};
 use kvc_proto::{
     id::{Incarnation, ReservationId},
     worker::Token,
 };
-use kvc_rdma::{
-    Copy, Done, LeaseToken, Mover, MoverError, MoverKind, ReadHandle, ReadOptions, Region, RegionKey, Run, TcpConfig,
-    TcpMover,
-    fault::{Fault, Proxy},
-};
+use kvc_rdma::fault::{Fault, Proxy};
 use support::*;
-
-/// A tcp mover whose peers reach it through a proxy with faults.
-struct Behind {
-    inner: TcpMover,
-    proxy: Proxy,
-}
-
-impl Behind {
-    fn new() -> Arc<Self> {
-        let inner = TcpMover::start(TcpConfig::default()).unwrap();
-        let proxy = Proxy::start(inner.endpoint().parse().unwrap()).unwrap();
-        Arc::new(Self { inner, proxy })
-    }
-}
-
-impl Mover for Behind {
-    fn kind(&self) -> MoverKind {
-        self.inner.kind()
-    }
-    fn endpoint(&self) -> String {
-        self.proxy.endpoint()
-    }
-    fn register(&self, region: Region) -> Result<RegionKey, MoverError> {
-        self.inner.register(region)
-    }
-    fn expose(&self, token: LeaseToken, max_age: Duration) -> Result<(), MoverError> {
-        self.inner.expose(token, max_age)
-    }
-    fn extend(&self, token: &LeaseToken, runs: &[Run]) -> Result<(), MoverError> {
-        self.inner.extend(token, runs)
-    }
-    fn fence(&self, token: &LeaseToken) {
-        self.inner.fence(token);
-    }
-    fn read(&self, peer: &str, token: LeaseToken, copies: Vec<Copy>, options: ReadOptions, done: Done) -> ReadHandle {
-        self.inner.read(peer, token, copies, options, done)
-    }
-}
 
 /// P has prefilled 64 of 180 tokens, D has pulled them and waits for more.
 fn mid_pull(p: &mut TestEngine, d: &mut TestEngine) -> (TestTurn, Vec<Token>, Answer, ReservationId) {

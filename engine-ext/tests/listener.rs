@@ -107,7 +107,7 @@ fn bad_requests_elsewhere_are_named_and_change_nothing() {
             "/kvc/v1/sessions/s/import",
             but("source", json!("neighbour")),
             400,
-            "source",
+            "neighbour",
         ),
         (
             "POST",
@@ -143,7 +143,7 @@ fn bad_requests_elsewhere_are_named_and_change_nothing() {
             "/kvc/v1/drain",
             br#"{"draining": "yes"}"#.to_vec(),
             400,
-            "draining",
+            "boolean",
         ),
         ("GET", "/kvc/v1/drain", Vec::new(), 405, "method"),
         (

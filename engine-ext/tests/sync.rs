@@ -320,9 +320,11 @@ fn a_backup_without_room_keeps_what_fits() {
     let mut small = Start::new(config(&[]), 16);
     small.pages = 16;
     let (mut p, mut d) = (TestEngine::start(small).unwrap(), engine(&[], 16));
-    let mut sessions: Vec<_> = ["a", "b", "c", "d"].map(|name| Session::new(name, 1)).into();
+    let mut sessions: Vec<_> = (1..)
+        .zip(["a", "b", "c", "d"])
+        .map(|(n, name)| Session::new(name, n))
+        .collect();
     for (n, session) in (1..).zip(&mut sessions) {
-        session.placed = n;
         session.turn(&mut d, Some(peer(&p)), &tokens(n as u32, 78));
         followed(&mut p, session.name, 80);
     }

@@ -4,6 +4,7 @@ use std::sync::mpsc;
 
 use kvc_proto::{
     id::{Placement, StoreId},
+    time::Now,
     wire::reason::Reason,
 };
 use kvc_rdma::{Copy, HostRegion, LeaseToken, Mover, MoverError, ReadOptions, RegionKey, Run, TcpConfig, TcpMover};
@@ -126,11 +127,12 @@ fn question(change: impl FnOnce(&mut wire::HandoverRequest)) -> wire::HandoverRe
 
 /// Everything a message could change.
 fn held(worker: &TestEngine) -> String {
-    worker.engine().scheduler(|w, now| {
+    worker.engine().scheduler(|w, _| {
+        let start = Now(0);
         format!(
             "{:?} {:?} {:?} {:?} {:?}",
-            w.sessions(None, 100, now),
-            w.transfers(now),
+            w.sessions(None, 100, start),
+            w.transfers(start),
             w.load(None),
             w.sync_lag(),
             w.counts()

@@ -32,9 +32,11 @@ pub(crate) async fn answer(shared: &Arc<Shared>, asked: &Handover, to: &PeerRef)
         if answer == HandoverAnswer::Granted {
             tracing::info!(session = %asked.session, to = to.peer, placement = asked.pending.n, "session handed over");
         }
-        if answer != HandoverAnswer::Busy || tokio::time::timeout_at(until, changed).await.is_err() {
+        if answer != HandoverAnswer::Busy || tokio::time::Instant::now() >= until {
             return Ok(answer);
         }
+        // At the end it is asked once more.
+        let _ = tokio::time::timeout_at(until, changed).await;
     }
 }
 
@@ -63,15 +65,11 @@ pub(super) async fn ask(
         let Err(why) = &answer else {
             break (asked, answer);
         };
-        let broken = matches!(why.code, Reason::PeerUnreachable | Reason::Unauthenticated);
-        if broken || why.code == Reason::DeadlineExceeded {
-            // The next question goes over a new connection, not into one that swallows it.
-            shared.peers.forget(address, &peer);
-        }
         // A kept connection may have broken long ago: once more at once. The same question gets the same answer.
-        if !broken || fresh {
+        if fresh || !matches!(why.code, Reason::PeerUnreachable | Reason::Unauthenticated) {
             break (asked, answer);
         }
+        shared.peers.forget(address, &peer);
         fresh = true;
     };
     shared

@@ -6,10 +6,12 @@ mod export;
 pub(crate) mod handover;
 pub(crate) mod import;
 mod imports;
+mod pace;
 mod pull;
 mod serving;
 
 pub(crate) use announce::Announcer;
 pub(crate) use export::{Exports, Granted};
 pub(crate) use imports::Imports;
+pub(crate) use pace::Pace;
 pub(crate) use serving::Serving;

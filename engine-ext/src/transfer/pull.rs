@@ -56,20 +56,14 @@ pub(super) async fn run(
         }
         let at = position(from, known)?;
         let watch = held.peer.watch(held.lease, at, WATCH, deadline);
-        tokio::pin!(watch);
-        let view = loop {
-            tokio::select! {
-                view = &mut watch => break view?,
-                landed = flight.next(), if !flight.is_empty() => flight.landed(shared, import, control, landed)?,
-            }
-        };
+        let view = flight.meanwhile(shared, import, control, watch).await??;
         complete = view.complete;
         let readable = checked(&view, at, slots.len() - known, held)?;
         if readable.is_empty() && !complete {
             // A peer that answers at once with nothing must not keep this task spinning.
             tokio::time::sleep(PAUSE).await;
         }
-        for src in readable.chunks(chunk_tokens(shared, chunk)) {
+        for src in readable.chunks(chunk_tokens(shared, shared.pace.chunk(chunk))) {
             while flight.len() >= depth {
                 let landed = flight.next().await;
                 flight.landed(shared, import, control, landed)?;
@@ -77,6 +71,8 @@ pub(super) async fn run(
             if held.gives_way {
                 shared.serving.quiet(deadline).await?;
             }
+            let pace = shared.pace.pass(token_bytes(shared) * src.len() as u64, deadline);
+            flight.meanwhile(shared, import, control, pace).await?;
             let dst = &slots[known..known + src.len()];
             flight.start(shared, control, held, src, dst, deadline)?;
             known += src.len();
@@ -166,6 +162,23 @@ impl Flight {
         Ok(())
     }
 
+    /// Waits for something, and takes what arrives meanwhile.
+    async fn meanwhile<T>(
+        &mut self,
+        shared: &Arc<Shared>,
+        import: ImportId,
+        control: &Control,
+        wait: impl Future<Output = T>,
+    ) -> Result<T, Refusal> {
+        tokio::pin!(wait);
+        loop {
+            tokio::select! {
+                done = &mut wait => return Ok(done),
+                landed = self.next(), if !self.is_empty() => self.landed(shared, import, control, landed)?,
+            }
+        }
+    }
+
     async fn next(&mut self) -> Landed {
         match self.arrivals.recv().await {
             Some(landed) => landed,
@@ -201,10 +214,12 @@ impl Flight {
     }
 }
 
+fn token_bytes(shared: &Shared) -> u64 {
+    shared.pool.layout().token_bytes().max(1)
+}
+
 fn chunk_tokens(shared: &Shared, bytes: u64) -> usize {
-    usize::try_from(bytes / shared.pool.layout().token_bytes().max(1))
-        .unwrap_or(1)
-        .max(1)
+    usize::try_from(bytes / token_bytes(shared)).unwrap_or(1).max(1)
 }
 
 pub(super) fn position(from: u32, known: usize) -> Result<u32, Refusal> {

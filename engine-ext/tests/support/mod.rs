@@ -1,6 +1,11 @@
 //! What these tests share: settings, pairs of engines, the messages of a seed.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+mod behind;
+
+#[allow(unused_imports, reason = "each test binary uses its part")]
+pub use behind::Behind;
+
 use std::{
     net::SocketAddr,
     thread::{self, JoinHandle},

@@ -1,0 +1,48 @@
+//! [`Behind`]: a worker whose KV others read through a proxy with faults.
+
+use std::{sync::Arc, time::Duration};
+
+use kvc_rdma::{
+    Copy, Done, LeaseToken, Mover, MoverError, MoverKind, ReadHandle, ReadOptions, Region, RegionKey, Run, TcpConfig,
+    TcpMover, fault::Proxy,
+};
+
+/// A tcp mover whose peers reach it through a proxy with faults.
+pub struct Behind {
+    inner: TcpMover,
+    /// Where to inject faults.
+    pub proxy: Proxy,
+}
+
+impl Behind {
+    /// On free loopback ports.
+    pub fn new() -> Arc<Self> {
+        let inner = TcpMover::start(TcpConfig::default()).unwrap();
+        let proxy = Proxy::start(inner.endpoint().parse().unwrap()).unwrap();
+        Arc::new(Self { inner, proxy })
+    }
+}
+
+impl Mover for Behind {
+    fn kind(&self) -> MoverKind {
+        self.inner.kind()
+    }
+    fn endpoint(&self) -> String {
+        self.proxy.endpoint()
+    }
+    fn register(&self, region: Region) -> Result<RegionKey, MoverError> {
+        self.inner.register(region)
+    }
+    fn expose(&self, token: LeaseToken, max_age: Duration) -> Result<(), MoverError> {
+        self.inner.expose(token, max_age)
+    }
+    fn extend(&self, token: &LeaseToken, runs: &[Run]) -> Result<(), MoverError> {
+        self.inner.extend(token, runs)
+    }
+    fn fence(&self, token: &LeaseToken) {
+        self.inner.fence(token);
+    }
+    fn read(&self, peer: &str, token: LeaseToken, copies: Vec<Copy>, options: ReadOptions, done: Done) -> ReadHandle {
+        self.inner.read(peer, token, copies, options, done)
+    }
+}
