@@ -323,6 +323,7 @@ fn admitted() -> AdmitAnswer {
         deadline_ms: Some(30_000),
         resident_tokens: LARGE_IDS as u32,
         epoch: None,
+        moved: None,
         incarnation: Incarnation(1),
         load: LoadReport::default(),
     }

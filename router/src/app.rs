@@ -85,7 +85,15 @@ impl App {
         self.names(w).engine.text()
     }
 
-    /// The same, as a header.
+    /// The worker that an operator names: by its engine's URL or address, or by its listener's.
+    pub fn named(&self, name: &str) -> Option<WorkerIndex> {
+        let name = name.strip_prefix("http://").unwrap_or(name).trim_end_matches('/');
+        let is = |n: &Names| *n.engine.text() == *name || *n.module.text() == *name;
+        let at = self.workers.iter().position(is).filter(|_| !name.is_empty())?;
+        Some(WorkerIndex(u16::try_from(at).ok()?))
+    }
+
+    /// [`App::engine`], as a header.
     pub fn host(&self, w: WorkerIndex) -> HeaderValue {
         self.names(w).host.clone()
     }

@@ -49,6 +49,9 @@ pub struct Options {
     /// Let a completed direct turn clear the session's rejects everywhere [default: true].
     #[arg(long, env = "KVC_ROUTER_RESET_ON_SUCCESS", value_name = "BOOL")]
     pub reset_on_success: Option<bool>,
+    /// Let the prefill side follow what decode workers append: name a backup in every admission question [default: true].
+    #[arg(long, env = "KVC_ROUTER_SYNC", value_name = "BOOL")]
+    pub sync: Option<bool>,
     /// A header that names the session, besides X-Session-Id, which goes first [default: none].
     #[arg(long, env = "KVC_ROUTER_SESSION_HEADER", value_name = "NAME")]
     pub session_header: Option<String>,
@@ -82,6 +85,16 @@ pub struct Options {
     /// How long an answer of a worker's listener may take [default: 2000].
     #[arg(long, env = "KVC_ROUTER_ADMIT_TIMEOUT_MS", value_name = "MS")]
     pub admit_timeout_ms: Option<u64>,
+    /// How long workers may take to say what they hold of a session that is reseeded [default: 500].
+    #[arg(long, env = "KVC_ROUTER_LOCATE_TIMEOUT_MS", value_name = "MS")]
+    pub locate_timeout_ms: Option<u64>,
+    /// How long the silent target of a move is waited out before its session is placed elsewhere: the workers' hand-over
+    /// deadline and a margin [default: 3000].
+    #[arg(long, env = "KVC_ROUTER_HANDOVER_WAIT_MS", value_name = "MS")]
+    pub handover_wait_ms: Option<u64>,
+    /// Sessions of a draining worker that are moved at the same time [default: 4].
+    #[arg(long, env = "KVC_ROUTER_DRAIN_MOVES", value_name = "N")]
+    pub drain_moves: Option<usize>,
     /// How long a prefill with import may take, before the decode worker computes the prompt itself [default: 60000].
     #[arg(long, env = "KVC_ROUTER_IMPORT_TIMEOUT_MS", value_name = "MS")]
     pub import_timeout_ms: Option<u64>,
@@ -124,6 +137,8 @@ pub struct Config {
     pub max_body_bytes: usize,
     /// Idle connections kept per worker and thread.
     pub pool_size: usize,
+    /// Sessions of a draining worker moved at the same time (MIG-4).
+    pub drain_moves: usize,
     /// Every wait's limit.
     pub timeouts: Timeouts,
     /// Log filter.
@@ -143,6 +158,8 @@ pub struct Timeouts {
     pub connect: Duration,
     /// A worker's listener.
     pub admit: Duration,
+    /// The same, when a granted turn waits for the answer (SYNC-2).
+    pub locate: Duration,
     /// The first token.
     pub first_token: Duration,
     /// Each later token.
@@ -259,6 +276,8 @@ impl Config {
                 max_uncached_tokens: option!(kvcache_direct_max_uncached_tokens, defaults.max_uncached_tokens),
                 max_sessions: positive!(max_sessions, "--max-sessions", defaults.max_sessions),
                 busy_wait: ms(option!(busy_wait_ms, 1_000)),
+                sync: option!(sync, defaults.sync),
+                handover_wait: ms(positive!(handover_wait_ms, "--handover-wait-ms", 3_000)),
                 import_deadline: ms(positive!(import_timeout_ms, "--import-timeout-ms", 60_000)),
                 ..defaults
             },
@@ -277,11 +296,13 @@ impl Config {
             max_connections: positive!(max_connections, "--max-connections", 4096),
             max_body_bytes: positive!(max_body_bytes, "--max-body-bytes", 32 << 20),
             pool_size: option!(pool_size, 64),
+            drain_moves: positive!(drain_moves, "--drain-moves", 4),
             timeouts: Timeouts {
                 client_head: ms(positive!(client_head_timeout_ms, "--client-head-timeout-ms", 60_000)),
                 client_body: ms(positive!(client_body_timeout_ms, "--client-body-timeout-ms", 30_000)),
                 connect: ms(positive!(connect_timeout_ms, "--connect-timeout-ms", 1_000)),
                 admit: ms(positive!(admit_timeout_ms, "--admit-timeout-ms", 2_000)),
+                locate: ms(positive!(locate_timeout_ms, "--locate-timeout-ms", 500)),
                 first_token: ms(positive!(first_token_timeout_ms, "--first-token-timeout-ms", 600_000)),
                 next_token: ms(positive!(next_token_timeout_ms, "--next-token-timeout-ms", 120_000)),
                 poll: ms(positive!(poll_interval_ms, "--poll-interval-ms", 1_000)),

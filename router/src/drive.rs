@@ -10,8 +10,9 @@ use hyper::{
 };
 use kvc_proto::{
     id::SessionId,
-    routing::{Dispatch, Effect, Event, Handover, Outcome, Refused, WorkerIndex},
+    routing::{Dispatch, Effect, Event, Outcome, Refused, WorkerIndex},
     wire::{
+        admit::Source,
         reason::Reason,
         turn::{TURN_HEADER, TurnTag},
     },
@@ -22,23 +23,24 @@ use crate::{
     answer::Problem,
     app::Lane,
     body::{self, Answer, Collected, Whole},
-    metrics,
+    handover, metrics,
     refusal::{self, Opening},
     relay::Relay,
     request::{ClientRequest, hop_by_hop},
     upstream::{Exchange, UpstreamError},
-    worker,
+    worker::{self, AskError},
 };
 
 const KVC_SESSION: HeaderName = HeaderName::from_static("x-kvc-session");
 const KVC_WORKER: HeaderName = HeaderName::from_static("x-kvc-worker");
 const KVC_MODE: HeaderName = HeaderName::from_static("x-kvc-mode");
+const KVC_SOURCE: HeaderName = HeaderName::from_static("x-kvc-source");
 const KVC_REASON: HeaderName = HeaderName::from_static("x-kvc-reason");
 
 /// An answer up to this size is held back until it is complete: until then another path is open (DISP-8).
 const WHOLE_MAX: usize = 1 << 20;
 /// So much of a stream is looked at for its first event.
-const FIRST_EVENT_MAX: usize = 64 << 10;
+pub(crate) const FIRST_EVENT_MAX: usize = 64 << 10;
 
 /// Serves one request to its one answer. Dropping the future means that the client went away.
 pub async fn drive(lane: &Arc<Lane>, request: ClientRequest) -> Response<Answer> {
@@ -47,17 +49,33 @@ pub async fn drive(lane: &Arc<Lane>, request: ClientRequest) -> Response<Answer>
     let mut last: Option<Response<Answer>> = None;
     loop {
         match live.next() {
-            Some(Effect::Ask(session)) => {
-                let found = worker::residents(lane, &session).await;
-                live.event(found);
+            Some(Effect::Ask { session, workers }) => {
+                let found = worker::held(lane, &session, &workers, lane.app.config.timeouts.admit).await;
+                live.event(Event::Residents(found));
+            }
+            Some(Effect::Locate { session, workers }) => {
+                let found = worker::held(lane, &session, &workers, lane.app.config.timeouts.locate).await;
+                live.event(Event::Located(found));
+            }
+            Some(Effect::Withdraw {
+                worker,
+                session,
+                request,
+            }) => {
+                let told = match worker::withdraw(lane, worker, &session, &request).await {
+                    Ok(answer) => Event::Withdrawn(answer),
+                    Err(AskError::Refused(reason)) => Event::WithdrawRefused(reason),
+                    Err(_) => Event::Unreachable,
+                };
+                live.event(told);
             }
             Some(Effect::Probe { worker, request }) => {
                 let answer = worker::admit(lane, worker, &request).await;
                 live.event(answer);
             }
-            Some(Effect::PrefillAndImport(handover)) => {
-                let moved = hand_over(lane, &request, &handover).await;
-                live.event(moved);
+            Some(Effect::HandOver(handover)) => {
+                let came = handover::hand_over(lane, &request, &handover).await;
+                live.event(came);
             }
             Some(Effect::Run { worker, tag }) => match run(lane, &request, worker, tag.as_ref()).await {
                 Ran::Refused(reason) => live.event(Event::TurnRefused(reason)),
@@ -177,6 +195,7 @@ impl Live {
             request = trace.request,
             session = self.session.as_ref().map(SessionId::as_str),
             mode = trace.mode.map(|m| m.as_str()),
+            source = trace.source.map(source_name),
             worker = trace.worker.map(|w| w.0),
             outcome = metrics::outcome_name(outcome),
             probes = trace.probes,
@@ -192,7 +211,7 @@ impl Live {
         }
     }
 
-    /// Adds the headers that tell session, worker, mode and reasons (engines §6).
+    /// Adds the headers that tell session, worker, mode, source of the KV and reasons (engines §6).
     fn signed<B>(&self, mut response: Response<B>) -> Response<B> {
         let trace = self.dispatch.trace();
         let headers = response.headers_mut();
@@ -206,6 +225,9 @@ impl Live {
         }
         if let Some(mode) = trace.mode {
             headers.insert(KVC_MODE, HeaderValue::from_static(mode.as_str()));
+        }
+        if let Some(source) = trace.source {
+            headers.insert(KVC_SOURCE, HeaderValue::from_static(source_name(source)));
         }
         if !trace.chain.is_empty() {
             let chain: Vec<&str> = trace.chain.iter().map(|r| r.as_str()).collect();
@@ -225,6 +247,15 @@ impl Drop for Live {
     }
 }
 
+/// As headers, logs and metrics write what served an import.
+pub fn source_name(source: Source) -> &'static str {
+    match source {
+        Source::Prefill => "prefill",
+        Source::Replica => "replica",
+        Source::Owner => "owner",
+    }
+}
+
 fn explain(refused: Refused, live: &Live) -> Problem {
     let trace = live.dispatch.trace();
     let text = match refused.reason {
@@ -240,93 +271,6 @@ fn explain(refused: Refused, live: &Live) -> Problem {
         }
     };
     Problem::new(refused.status, refused.reason, text)
-}
-
-/// DISP-3: prefill and import side by side.
-async fn hand_over(lane: &Arc<Lane>, request: &ClientRequest, handover: &Handover) -> Event {
-    let within = lane.app.config.routing.import_deadline;
-    let mut prefill = Prefill(Some(tokio::spawn(timeout(
-        within,
-        prefill(
-            lane.clone(),
-            request.clone(),
-            handover.prefill,
-            handover.prefill_tag.clone(),
-        ),
-    ))));
-    let import = worker::import(lane, handover.decode, &handover.prefill_tag.session, &handover.import);
-    tokio::pin!(import);
-    let failed = tokio::select! {
-        event = &mut import => {
-            // What the prefill still has to say is of use to nobody, but it must end by itself: its KV is the replica.
-            if event == Event::Imported {
-                prefill.leave();
-            }
-            return event;
-        }
-        done = prefill.done() => done,
-    };
-    match failed {
-        Ok(()) => import.await,
-        Err(reason) => {
-            tracing::info!(session = %handover.prefill_tag.session, worker = handover.prefill.0, %reason, "prefill failed");
-            Event::PrefillFailed
-        }
-    }
-}
-
-type Prefilled = Result<Result<(), String>, tokio::time::error::Elapsed>;
-
-/// A prefill request under way. Dropped, its connection is closed, which aborts it at the engine.
-struct Prefill(Option<tokio::task::JoinHandle<Prefilled>>);
-
-impl Prefill {
-    async fn done(&mut self) -> Result<(), String> {
-        let Some(task) = &mut self.0 else { return Ok(()) };
-        let ended = task.await;
-        self.0 = None;
-        match ended {
-            Ok(Ok(done)) => done,
-            Ok(Err(_)) => Err("deadline exceeded".to_owned()),
-            Err(e) => Err(e.to_string()),
-        }
-    }
-
-    fn leave(&mut self) {
-        self.0 = None;
-    }
-}
-
-impl Drop for Prefill {
-    fn drop(&mut self) {
-        if let Some(task) = self.0.take() {
-            task.abort();
-        }
-    }
-}
-
-/// The prefill side: the same body, a tag that says "generate nothing", an answer nobody reads.
-async fn prefill(lane: Arc<Lane>, request: ClientRequest, worker: WorkerIndex, tag: TurnTag) -> Result<(), String> {
-    let within = lane.app.config.timeouts.first_token;
-    let sent = lane
-        .engine(worker)
-        .send(|| engine_request(&lane, &request, worker, Some(&tag)), within)
-        .await;
-    let (response, exchange) = sent.map_err(|e| e.to_string())?;
-    let status = response.status();
-    let mut upstream = response.into_body();
-    let mut opening = BytesMut::new();
-    while let Some(data) = body::next(&mut upstream).await {
-        let data = data.map_err(|e| e.to_string())?;
-        let room = FIRST_EVENT_MAX.saturating_sub(opening.len());
-        opening.extend_from_slice(&data[..data.len().min(room)]);
-    }
-    exchange.done();
-    match refusal::typed(&opening) {
-        _ if !status.is_success() => Err(format!("status {status}")),
-        Some(reason) => Err(reason.as_str().to_owned()),
-        None => Ok(()),
-    }
 }
 
 /// What an execution came to.
@@ -475,7 +419,12 @@ fn is_event_stream(headers: &HeaderMap) -> bool {
     content_type.is_some_and(|t| t.starts_with("text/event-stream"))
 }
 
-fn engine_request(lane: &Lane, request: &ClientRequest, worker: WorkerIndex, tag: Option<&TurnTag>) -> Request<Whole> {
+pub(crate) fn engine_request(
+    lane: &Lane,
+    request: &ClientRequest,
+    worker: WorkerIndex,
+    tag: Option<&TurnTag>,
+) -> Request<Whole> {
     let mut out = Request::new(Whole::new(request.body.clone()));
     *out.method_mut() = Method::POST;
     *out.uri_mut() = request.path.clone().into();

@@ -14,10 +14,13 @@ use crate::{
     answer::{self, Problem},
     app::Lane,
     body::{self, Answer, Whole},
-    drive,
+    drive, moves,
     request::{ClientRequest, Endpoint, hop_by_hop, method_of},
     state,
 };
+
+/// Largest body of a move.
+const MOVE_MAX: usize = 4096;
 
 /// Answers one request, always.
 pub async fn serve(lane: Arc<Lane>, request: Request<Incoming>) -> Result<Response<Answer>, Infallible> {
@@ -41,6 +44,10 @@ async fn route(lane: &Arc<Lane>, request: Request<Incoming>) -> Result<Response<
             .headers_mut()
             .insert(header::ALLOW, HeaderValue::from_static(allow));
         return Ok(response);
+    }
+    if let Some(session) = moves::session_in(path).map(str::to_owned) {
+        let body = body::of_client(request.into_body(), MOVE_MAX, lane.app.config.timeouts.client_body).await?;
+        return moves::on_request(lane, &session, body).await;
     }
     if let Some(endpoint) = Endpoint::at(path) {
         let (parts, incoming) = request.into_parts();

@@ -3,16 +3,20 @@
 //!
 //! A request's way: [`serve`] (a client's connection) → [`front`] (path, body) → [`request`] with [`scan`] (the few
 //! fields routing needs) → [`drive`] (carries out one `Dispatch`) → [`worker`] and [`upstream`] (the workers) →
-//! [`relay`] (the answer).
+//! [`relay`] (the answer). Beside them [`discover`] watches the workers, and [`drain`] moves sessions away from those that
+//! drain, by the same [`moves`] that serve an operator.
 
 pub mod answer;
 pub mod app;
 pub mod body;
 pub mod config;
 pub mod discover;
+pub mod drain;
 pub mod drive;
 pub mod front;
+pub mod handover;
 pub mod metrics;
+pub mod moves;
 mod refusal;
 pub mod relay;
 pub mod request;

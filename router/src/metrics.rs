@@ -1,9 +1,9 @@
 //! The router's metrics, each name written once (DISP-9). Counted by [`crate::drive`], read by `GET /metrics`.
 
-use std::sync::atomic::AtomicU64;
+use std::{sync::atomic::AtomicU64, time::Duration};
 
 use kvc_proto::{
-    routing::{Outcome, Router, SessionStore, Trace, WorkerIndex},
+    routing::{ExecutionMode, MoveOutcome, Outcome, Router, SessionStore, Trace, WorkerIndex},
     wire::reason::Reason,
 };
 use prometheus_client::{
@@ -12,7 +12,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::config::WorkerConfig;
+use crate::{config::WorkerConfig, drive::source_name};
 
 /// Everything that is counted.
 pub struct Metrics {
@@ -22,6 +22,12 @@ pub struct Metrics {
     reasons: Family<Because, Counter>,
     probes: Counter,
     imported_bytes: Counter,
+    reseeds: Family<From, Counter>,
+    moves: Family<Ended, Counter>,
+    move_seconds: Histogram,
+    arbitrations: Counter,
+    drain_left: Family<OfWorker, Gauge>,
+    drain_moved: Family<OfWorker, Counter>,
     first_byte: Histogram,
     duration: Histogram,
     inflight: Family<OfWorker, Gauge>,
@@ -40,6 +46,16 @@ struct Request {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Because {
     reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct From {
+    source: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Ended {
+    outcome: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -72,6 +88,42 @@ impl Metrics {
             "KV bytes moved by imports this router asked for",
             imported_bytes.clone(),
         );
+        let reseeds = Family::default();
+        registry.register(
+            "reseeds",
+            "Reseeded turns by the source of their KV; none: computed where they ran",
+            reseeds.clone(),
+        );
+        let moves = Family::default();
+        registry.register(
+            "moves",
+            "Moves of sessions to another worker, by outcome",
+            moves.clone(),
+        );
+        let move_seconds = Histogram::new(BUCKETS);
+        registry.register(
+            "move_seconds",
+            "Begin to end of a move that succeeded",
+            move_seconds.clone(),
+        );
+        let arbitrations = Counter::default();
+        registry.register(
+            "arbitrations",
+            "Targets asked what became of a move",
+            arbitrations.clone(),
+        );
+        let drain_left = Family::default();
+        registry.register(
+            "drain_sessions_left",
+            "Sessions that a draining worker still owned when it was last asked",
+            drain_left.clone(),
+        );
+        let drain_moved = Family::default();
+        registry.register(
+            "drain_sessions_moved",
+            "Sessions moved away from a draining worker",
+            drain_moved.clone(),
+        );
         let first_byte = Histogram::new(BUCKETS);
         registry.register(
             "first_byte_seconds",
@@ -101,6 +153,12 @@ impl Metrics {
             reasons,
             probes,
             imported_bytes,
+            reseeds,
+            moves,
+            move_seconds,
+            arbitrations,
+            drain_left,
+            drain_moved,
             first_byte,
             duration,
             inflight,
@@ -122,6 +180,10 @@ impl Metrics {
         for reason in &trace.chain {
             self.reasons.get_or_create(&because(*reason)).inc();
         }
+        if trace.mode == Some(ExecutionMode::Reseed) {
+            let source = trace.source.map_or("none", source_name);
+            self.reseeds.get_or_create(&From { source }).inc();
+        }
         if let Some(first) = trace.first_byte {
             self.first_byte.observe(first.since(trace.started).as_secs_f64());
         }
@@ -135,19 +197,47 @@ impl Metrics {
         self.imported_bytes.inc_by(bytes);
     }
 
+    /// A move is over.
+    pub fn moved(&self, outcome: MoveOutcome, took: Duration) {
+        self.moves
+            .get_or_create(&Ended {
+                outcome: outcome.as_str(),
+            })
+            .inc();
+        if let MoveOutcome::Moved { .. } = outcome {
+            self.move_seconds.observe(took.as_secs_f64());
+        }
+    }
+
+    /// A move did not begin.
+    pub fn move_refused(&self) {
+        self.moves.get_or_create(&Ended { outcome: "refused" }).inc();
+    }
+
+    /// The target of a move was asked what became of it (MIG-2).
+    pub fn arbitrated(&self) {
+        self.arbitrations.inc();
+    }
+
+    /// What a draining worker still owns, and how many sessions were moved away since the last call.
+    pub fn draining(&self, w: WorkerIndex, left: usize, moved: u64) {
+        let of = self.of(w);
+        self.drain_left
+            .get_or_create(&of)
+            .set(i64::try_from(left).unwrap_or(i64::MAX));
+        self.drain_moved.get_or_create(&of).inc_by(moved);
+    }
+
     /// As Prometheus reads it.
     pub fn text<S: SessionStore>(&self, router: &Router<S>) -> String {
-        let of = |w: WorkerIndex| OfWorker {
-            worker: self.names[usize::from(w.0)].clone(),
-        };
         for w in router.view.all() {
-            let worker = router.view.worker(w);
-            self.inflight.get_or_create(&of(w)).set(i64::from(worker.inflight()));
+            let (worker, of) = (router.view.worker(w), self.of(w));
+            self.inflight.get_or_create(&of).set(i64::from(worker.inflight()));
             self.assigned
-                .get_or_create(&of(w))
+                .get_or_create(&of)
                 .set(i64::try_from(worker.assigned()).unwrap_or(i64::MAX));
             self.up
-                .get_or_create(&of(w))
+                .get_or_create(&of)
                 .set(i64::from(worker.health() == kvc_proto::routing::Health::Up));
         }
         self.sessions
@@ -157,6 +247,12 @@ impl Metrics {
         // Writing to a string does not fail.
         let _ = encode(&mut text, &self.registry);
         text
+    }
+
+    fn of(&self, w: WorkerIndex) -> OfWorker {
+        OfWorker {
+            worker: self.names[usize::from(w.0)].clone(),
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use kvc_proto::{
 
 use crate::{
     answer::Problem,
+    moves,
     scan::{self, Fields, PromptSize},
 };
 
@@ -148,6 +149,7 @@ pub fn hop_by_hop(name: &HeaderName) -> bool {
 pub fn method_of(path: &str) -> Option<Method> {
     match path {
         "/v1/models" | "/metrics" | "/healthz" | "/v1/router/state" | "/v1/workers" => Some(Method::GET),
+        _ if moves::session_in(path).is_some() => Some(Method::POST),
         _ => Endpoint::at(path).map(|_| Method::POST),
     }
 }

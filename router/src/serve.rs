@@ -14,7 +14,7 @@ use tokio::{
 use crate::{
     app::{App, Lane, NoRandom},
     config::Config,
-    discover, front,
+    discover, drain, front,
 };
 
 /// Why the router does not start or run.
@@ -123,6 +123,7 @@ async fn lane(
         for w in workers {
             tokio::spawn(discover::watch(lane.clone(), w));
         }
+        tokio::spawn(drain::watch(lane.clone()));
     }
     loop {
         let accepted = tokio::select! {

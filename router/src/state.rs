@@ -2,8 +2,8 @@
 
 use hyper::{Response, StatusCode};
 use kvc_proto::{
-    id::{Incarnation, RouterId},
-    routing::{Health, WorkerIndex},
+    id::{Incarnation, Placement, RouterId, SessionId},
+    routing::{Health, MemoryStore, Router, WorkerIndex, session::Pending},
     wire::{admit::LoadReport, info::Role},
 };
 use serde::Serialize;
@@ -33,6 +33,21 @@ pub struct WorkerState {
     pub load: LoadReport,
 }
 
+/// A move that is out (MIG-1).
+#[derive(Debug, Serialize)]
+pub struct PendingMove {
+    /// The session.
+    pub session: SessionId,
+    /// Who is to own it: `host:port` of its engine.
+    pub to: String,
+    /// The number it is to own it under.
+    pub placement: Placement,
+    /// Milliseconds since it began.
+    pub age_ms: u64,
+    /// An answer of the target was lost: it is asked before another placement is made (MIG-2).
+    pub lost: bool,
+}
+
 /// The router.
 #[derive(Debug, Serialize)]
 pub struct RouterState {
@@ -52,11 +67,18 @@ pub struct RouterState {
     pub reject_threshold: u32,
     /// Whether a direct turn is asked for first.
     pub admit_direct: bool,
+    /// Whether a backup is named in every question (SYNC-1).
+    pub sync: bool,
+    /// Moves that are out, at most [`PENDING_MAX`].
+    pub pending_moves: Vec<PendingMove>,
     /// Sessions pinned to each worker, in the order of `workers`.
     pub pinned: Vec<u64>,
     /// The workers.
     pub workers: Vec<WorkerState>,
 }
+
+/// Most pending moves shown.
+const PENDING_MAX: usize = 100;
 
 #[derive(Serialize)]
 struct HealthState {
@@ -113,7 +135,22 @@ pub fn router(app: &App) -> RouterState {
         max_sessions: router.config().max_sessions,
         reject_threshold: router.config().policy.reject_threshold,
         admit_direct: router.config().admit_direct,
+        sync: router.config().sync,
+        pending_moves: pending_moves(app, &router),
         pinned: router.sessions().pinned(&router.view),
         workers,
     }
+}
+
+fn pending_moves(app: &App, router: &Router<MemoryStore>) -> Vec<PendingMove> {
+    let now = app.now();
+    let shown = router.sessions().pending().take(PENDING_MAX);
+    let state = |(session, pending): (&SessionId, &Pending)| PendingMove {
+        session: session.clone(),
+        to: app.engine(pending.target.worker).to_string(),
+        placement: pending.placement,
+        age_ms: u64::try_from(now.since(pending.since).as_millis()).unwrap_or(u64::MAX),
+        lost: pending.lost.is_some(),
+    };
+    shown.map(state).collect()
 }

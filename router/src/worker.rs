@@ -1,4 +1,4 @@
-//! The questions the router asks a worker's module: admission, import, release, session, info (engines §5).
+//! The questions the router asks a worker's module: admission, import, withdrawal, release, sessions, info (engines §5).
 
 use std::{sync::Arc, time::Duration};
 
@@ -8,8 +8,11 @@ use kvc_proto::{
     id::{Incarnation, RequestKey, SessionId},
     routing::{Event, Resident, WorkerIndex},
     wire::{
-        admit::{ADMIT_PATH, AdmitAnswer, AdmitRequest, ImportAnswer, ImportRequest, LoadReport, ReleaseRequest},
-        info::{SessionView, WorkerInfo},
+        admit::{
+            ADMIT_PATH, AdmitAnswer, AdmitRequest, ImportAnswer, ImportRequest, LoadReport, ReleaseRequest,
+            WithdrawAnswer, WithdrawRequest,
+        },
+        info::{SessionList, SessionView, WorkerInfo},
         reason::{ErrorBody, Reason},
     },
 };
@@ -23,6 +26,8 @@ use crate::{
 
 /// Largest answer of a module that is read.
 const ANSWER_MAX: usize = 1 << 20;
+/// Sessions of one page: with the longest names they stay below [`ANSWER_MAX`].
+const PAGE: usize = 500;
 
 /// Why a module's answer is none.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +55,18 @@ pub enum AskError {
     /// The worker refused, typed.
     #[error("refused: {0}")]
     Refused(Reason),
+}
+
+impl AskError {
+    /// As a reason in a request's chain.
+    pub fn reason(&self) -> Reason {
+        match self {
+            AskError::Refused(reason) => *reason,
+            AskError::Deadline { .. } | AskError::Upstream(UpstreamError::Deadline { .. }) => Reason::DeadlineExceeded,
+            AskError::Upstream(_) | AskError::Broken(_) => Reason::PeerUnreachable,
+            AskError::Unreadable { .. } => Reason::Internal,
+        }
+    }
 }
 
 /// `POST /admit_direct_append` (ADM-10).
@@ -82,6 +99,7 @@ fn refusal(incarnation: Option<Incarnation>, reason: Reason) -> AdmitAnswer {
         deadline_ms: None,
         resident_tokens: 0,
         epoch: None,
+        moved: None,
         incarnation: incarnation.unwrap_or(Incarnation(0)),
         load: LoadReport::default(),
     }
@@ -89,28 +107,41 @@ fn refusal(incarnation: Option<Incarnation>, reason: Reason) -> AdmitAnswer {
 
 /// `POST /kvc/v1/sessions/{id}/import`, answered when it has committed. Dropping it closes the connection, which
 /// cancels the import.
-pub async fn import(lane: &Lane, w: WorkerIndex, session: &SessionId, question: &ImportRequest) -> Event {
+pub async fn import(
+    lane: &Lane,
+    w: WorkerIndex,
+    session: &SessionId,
+    question: &ImportRequest,
+) -> Result<ImportAnswer, AskError> {
     let path = session_path(session, "/import");
     // The worker keeps the deadline; ours only covers a worker that does not.
     let within = Duration::from_millis(u64::from(question.deadline_ms)) + lane.app.config.timeouts.admit;
-    match ask::<ImportAnswer>(lane.module(w), Method::POST, &path, Some(question), within).await {
+    let done = ask::<ImportAnswer>(lane.module(w), Method::POST, &path, Some(question), within).await;
+    match &done {
         Ok(done) => {
-            tracing::debug!(session = %session, worker = w.0, tokens = done.pulled_tokens, bytes = done.bytes, micros = done.micros, "imported");
+            tracing::debug!(%session, worker = w.0, source = ?question.source, tokens = done.pulled_tokens, bytes = done.bytes, micros = done.micros, "imported");
             lane.app.metrics.imported(done.bytes);
-            Event::Imported
         }
         Err(error) => {
-            tracing::info!(session = %session, worker = w.0, %error, "import failed");
-            Event::ImportFailed(match error {
-                AskError::Refused(reason) => reason,
-                AskError::Deadline { .. } | AskError::Upstream(UpstreamError::Deadline { .. }) => {
-                    Reason::DeadlineExceeded
-                }
-                AskError::Upstream(_) | AskError::Broken(_) => Reason::PeerUnreachable,
-                AskError::Unreadable { .. } => Reason::Internal,
-            })
+            tracing::info!(%session, worker = w.0, source = ?question.source, %error, "import failed");
         }
     }
+    done
+}
+
+/// `POST /kvc/v1/sessions/{id}/withdraw` (MIG-2).
+pub async fn withdraw(
+    lane: &Lane,
+    w: WorkerIndex,
+    session: &SessionId,
+    question: &WithdrawRequest,
+) -> Result<WithdrawAnswer, AskError> {
+    let path = session_path(session, "/withdraw");
+    let within = lane.app.config.timeouts.admit;
+    let answer = ask::<WithdrawAnswer>(lane.module(w), Method::POST, &path, Some(question), within).await;
+    lane.app.metrics.arbitrated();
+    tracing::info!(%session, worker = w.0, placement = question.placement.n, ?answer, "the target of a move was asked");
+    answer
 }
 
 /// `POST /kvc/v1/sessions/{id}/release`; nobody waits for it.
@@ -131,28 +162,49 @@ pub fn release(lane: &Arc<Lane>, w: WorkerIndex, session: SessionId, request: Re
     });
 }
 
-/// ROUTE-9: asks every worker that takes turns, at once.
-pub async fn residents(lane: &Arc<Lane>, session: &SessionId) -> Event {
-    let workers: Vec<WorkerIndex> = lane.app.router().view.decoders().collect();
-    let path: Arc<str> = session_path(session, "").into();
+/// `POST /kvc/v1/sessions/{id}/release` of the copy itself.
+pub async fn drop_copy(lane: &Lane, w: WorkerIndex, session: &SessionId) -> Result<(), AskError> {
+    let question = ReleaseRequest {
+        request: None,
+        drop_kv: true,
+    };
     let within = lane.app.config.timeouts.admit;
+    let path = session_path(session, "/release");
+    ask::<serde::de::IgnoredAny>(lane.module(w), Method::POST, &path, Some(&question), within).await?;
+    Ok(())
+}
+
+/// `GET /kvc/v1/sessions/{id}` at each of them, at once: what they hold. Who does not answer in time is missing.
+pub async fn held(lane: &Arc<Lane>, session: &SessionId, workers: &[WorkerIndex], within: Duration) -> Vec<Resident> {
+    let path: Arc<str> = session_path(session, "").into();
     let mut asked = tokio::task::JoinSet::new();
-    for worker in workers {
+    for &worker in workers {
         let (lane, path) = (lane.clone(), path.clone());
         asked.spawn(async move {
-            let view = ask::<SessionView>(lane.module(worker), Method::GET, &path, None::<&()>, within)
-                .await
-                .ok()?;
-            Some(Resident {
-                worker,
-                tokens: view.committed,
-                epoch: view.epoch,
-            })
+            match ask::<SessionView>(lane.module(worker), Method::GET, &path, None::<&()>, within).await {
+                Ok(view) => Some(Resident::of(worker, &view)),
+                Err(AskError::Refused(Reason::UnknownSession)) => Some(Resident::nothing(worker)),
+                Err(error) => {
+                    tracing::debug!(worker = worker.0, %error, "no answer about a session");
+                    None
+                }
+            }
         });
     }
     let mut found: Vec<Resident> = asked.join_all().await.into_iter().flatten().collect();
     found.sort_by_key(|r| r.worker);
-    Event::Residents(found)
+    found
+}
+
+/// `GET /kvc/v1/sessions`: the page after that id.
+pub async fn sessions(lane: &Lane, w: WorkerIndex, after: Option<&SessionId>) -> Result<SessionList, AskError> {
+    let mut path = format!("/kvc/v1/sessions?limit={PAGE}");
+    if let Some(after) = after {
+        path.push_str("&after=");
+        path.push_str(&encoded(after));
+    }
+    let within = lane.app.config.timeouts.admit;
+    ask(lane.module(w), Method::GET, &path, None::<&()>, within).await
 }
 
 /// `GET /kvc/v1/info`.
@@ -221,18 +273,26 @@ async fn ask<A: DeserializeOwned>(
 }
 
 fn session_path(session: &SessionId, end: &str) -> String {
-    use std::fmt::Write as _;
-    let mut path = String::from("/kvc/v1/sessions/");
     // A segment of dots alone would be taken for a relative path.
-    let dots = matches!(session.as_str(), "." | "..");
+    let segment = match session.as_str() {
+        dots @ ("." | "..") => dots.replace('.', "%2E"),
+        _ => encoded(session),
+    };
+    format!("/kvc/v1/sessions/{segment}{end}")
+}
+
+/// Percent-encoded, all but RFC 3986's unreserved characters.
+fn encoded(session: &SessionId) -> String {
+    use std::fmt::Write as _;
+    let mut text = String::with_capacity(session.as_str().len());
     for &byte in session.as_str().as_bytes() {
-        if byte.is_ascii_alphanumeric() || (b"-._~".contains(&byte) && !dots) {
-            path.push(char::from(byte));
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
+            text.push(char::from(byte));
         } else {
-            let _ = write!(path, "%{byte:02X}");
+            let _ = write!(text, "%{byte:02X}");
         }
     }
-    path + end
+    text
 }
 
 #[cfg(test)]

@@ -3,6 +3,8 @@
 mod client;
 mod faults;
 mod input;
+mod moves;
+mod reseeds;
 mod stub;
 mod turns;
 

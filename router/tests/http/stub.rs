@@ -1,17 +1,20 @@
 //! A worker as the router sees one: engine and module on one port. It admits by what it holds and does otherwise as told.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     net::SocketAddr,
-    sync::{Arc, Mutex, MutexGuard, atomic::AtomicBool, atomic::Ordering},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
 use kvc_proto::{
-    id::{Incarnation, ReservationId},
+    id::{Epoch, Incarnation, Placement, ReservationId, SessionId, StoreId},
     wire::{
-        admit::{AdmitAnswer, AdmitRequest, LoadReport, Mode},
-        info::{Role, WorkerInfo},
+        admit::{AdmitAnswer, AdmitRequest, ImportRequest, LoadReport, Mode, MovedTo, PeerRef, Source, WithdrawAnswer},
+        info::{Role, SessionList, SessionView, Standing, WorkerInfo},
         reason::Reason,
         turn::TurnTag,
     },
@@ -65,7 +68,20 @@ pub enum Import {
     Commits,
     Fails(Reason),
     Stalls,
+    /// The connection closes.
+    Breaks,
 }
+
+/// What the target of a move says.
+#[derive(Clone, Copy, Debug)]
+pub enum Withdraw {
+    Says(WithdrawAnswer),
+    /// The connection closes.
+    Breaks,
+}
+
+/// Called with the session's name when an import of that source commits.
+pub type OnImport = Arc<dyn Fn(&str, Source) + Send + Sync>;
 
 pub struct Behaviour {
     /// Answers to come; then by what is held.
@@ -73,9 +89,21 @@ pub struct Behaviour {
     /// Generations to come; then `generation`.
     pub next: VecDeque<Generation>,
     pub generation: Generation,
+    /// Imports to come; then `import`.
+    pub imports: VecDeque<Import>,
     pub import: Import,
+    pub on_import: Option<OnImport>,
+    pub import_takes: Duration,
+    pub withdraw: Withdraw,
     pub prefill: Generation,
     pub held: HashMap<String, u32>,
+    /// What it shows of sessions.
+    pub views: BTreeMap<String, SessionView>,
+    /// Sessions it has handed over.
+    pub moved: HashMap<String, MovedTo>,
+    pub draining: bool,
+    /// Questions about sessions are not answered.
+    pub stalls_sessions: bool,
     pub info: bool,
 }
 
@@ -94,6 +122,8 @@ struct State {
     seen: Mutex<Vec<Seen>>,
     hung_up: Mutex<Vec<String>>,
     dead: AtomicBool,
+    imports: AtomicUsize,
+    most_imports: AtomicUsize,
 }
 
 impl Stub {
@@ -108,14 +138,24 @@ impl Stub {
                 refusals: VecDeque::new(),
                 next: VecDeque::new(),
                 generation: Generation::Json(r#"{"text":"ok","meta_info":{"completion_tokens":5}}"#.into()),
+                imports: VecDeque::new(),
                 import: Import::Commits,
+                on_import: None,
+                import_takes: Duration::ZERO,
+                withdraw: Withdraw::Says(WithdrawAnswer::Withdrawn),
                 prefill: Generation::Json("{}".into()),
                 held: HashMap::new(),
+                views: BTreeMap::new(),
+                moved: HashMap::new(),
+                draining: false,
+                stalls_sessions: false,
                 info: true,
             }),
             seen: Mutex::default(),
             hung_up: Mutex::default(),
             dead: AtomicBool::new(false),
+            imports: AtomicUsize::new(0),
+            most_imports: AtomicUsize::new(0),
         });
         let (stop, stopping) = watch::channel(false);
         tokio::spawn(accept(socket, state.clone(), stopping));
@@ -148,9 +188,71 @@ impl Stub {
         let _ = self.stop.send(true);
     }
 
+    /// Most imports that ran at the same time.
+    pub fn most_imports(&self) -> usize {
+        self.state.most_imports.load(Ordering::SeqCst)
+    }
+
+    /// It shows that it holds so much of a session, as what, under which placement.
+    pub fn shows(&self, session: &str, standing: Standing, committed: u32, placement: Placement) {
+        let view = view(session, standing, committed, placement);
+        let mut behaviour = self.behave();
+        behaviour.held.insert(session.to_owned(), committed);
+        behaviour.views.insert(session.to_owned(), view);
+    }
+
+    /// Its process, as peers reach it.
+    pub fn peer(&self) -> PeerRef {
+        let info = info(&self.state);
+        PeerRef {
+            peer: info.peer,
+            incarnation: info.incarnation,
+        }
+    }
+
+    /// Calls back, of its imports, hand sessions over at this worker.
+    pub fn hands_over(&self, to: PeerRef) -> OnImport {
+        let state = self.state.clone();
+        Arc::new(move |session, source| {
+            let mut behaviour = state.behaviour.lock().expect("not poisoned");
+            if let (Source::Owner, Some(view)) = (source, behaviour.views.get_mut(session)) {
+                view.standing = Standing::Moved;
+                let placement = placement(view.epoch.map_or(1, |e| e.placement.n + 1));
+                behaviour.moved.insert(
+                    session.to_owned(),
+                    MovedTo {
+                        to: to.clone(),
+                        placement,
+                    },
+                );
+            }
+        })
+    }
+
     pub fn become_incarnation(&self, n: u64) {
         *self.state.incarnation.lock().expect("not poisoned") = n;
         self.behave().held.clear();
+    }
+}
+
+/// A number of a store that is not the router's.
+pub fn placement(n: u64) -> Placement {
+    Placement { n, store: StoreId(9) }
+}
+
+fn view(session: &str, standing: Standing, committed: u32, placement: Placement) -> SessionView {
+    SessionView {
+        session_id: SessionId::new(session).expect("a plain name"),
+        state: "idle".into(),
+        standing,
+        moved: None,
+        backup: None,
+        committed,
+        readable: committed,
+        shared: 0,
+        epoch: Some(Epoch { placement, rewind: 0 }),
+        leases: 0,
+        idle_ms: 0,
     }
 }
 
@@ -212,9 +314,26 @@ async fn answer(stream: &mut TcpStream, state: &Arc<State>, seen: Seen) -> bool 
         return reply(stream, 200, "application/json", &answer).await;
     }
     if path.ends_with("/import") {
-        let import = state.behaviour.lock().expect("not poisoned").import.clone();
+        let question: ImportRequest = serde_json::from_slice(&seen.body).expect("the router asks well");
+        let (import, on_import) = {
+            let mut behaviour = state.behaviour.lock().expect("not poisoned");
+            let next = behaviour.imports.pop_front();
+            (
+                next.unwrap_or_else(|| behaviour.import.clone()),
+                behaviour.on_import.clone(),
+            )
+        };
         return match import {
+            Import::Breaks => false,
             Import::Commits => {
+                let now = state.imports.fetch_add(1, Ordering::SeqCst) + 1;
+                state.most_imports.fetch_max(now, Ordering::SeqCst);
+                let takes = state.behaviour.lock().expect("not poisoned").import_takes;
+                tokio::time::sleep(takes).await;
+                state.imports.fetch_sub(1, Ordering::SeqCst);
+                if let Some(on_import) = on_import {
+                    on_import(path.split('/').rev().nth(1).unwrap_or_default(), question.source);
+                }
                 let done = r#"{"resident_tokens":1,"pulled_tokens":1,"bytes":10,"micros":5}"#;
                 reply(stream, 200, "application/json", done).await
             }
@@ -228,7 +347,32 @@ async fn answer(stream: &mut TcpStream, state: &Arc<State>, seen: Seen) -> bool 
     if path.ends_with("/release") {
         return reply(stream, 200, "application/json", r#"{"released":true,"kv":"kept"}"#).await;
     }
-    if path.starts_with("/kvc/v1/sessions/") {
+    if path.ends_with("/withdraw") {
+        let says = state.behaviour.lock().expect("not poisoned").withdraw;
+        return match says {
+            Withdraw::Breaks => false,
+            Withdraw::Says(answer) => {
+                let body = serde_json::to_string(&answer).expect("writes");
+                reply(stream, 200, "application/json", &body).await
+            }
+        };
+    }
+    if let Some(query) = path.strip_prefix("/kvc/v1/sessions?") {
+        let body = serde_json::to_string(&page(state, query)).expect("writes");
+        return reply(stream, 200, "application/json", &body).await;
+    }
+    if let Some(session) = path.strip_prefix("/kvc/v1/sessions/") {
+        let (stalls, view) = {
+            let behaviour = state.behaviour.lock().expect("not poisoned");
+            (behaviour.stalls_sessions, behaviour.views.get(session).cloned())
+        };
+        if stalls {
+            return stall(stream, state, path).await;
+        }
+        if let Some(view) = view {
+            let body = serde_json::to_string(&view).expect("writes");
+            return reply(stream, 200, "application/json", &body).await;
+        }
         let body = r#"{"error":{"code":"unknown-session","message":"not here"}}"#;
         return reply(stream, 404, "application/json", body).await;
     }
@@ -238,9 +382,29 @@ async fn answer(stream: &mut TcpStream, state: &Arc<State>, seen: Seen) -> bool 
     generate(stream, state, &seen).await
 }
 
+/// Two sessions at a time.
+fn page(state: &State, query: &str) -> SessionList {
+    let after = query.split_once("after=").map(|(_, after)| after.to_owned());
+    let behaviour = state.behaviour.lock().expect("not poisoned");
+    let later = behaviour
+        .views
+        .iter()
+        .filter(|(name, _)| after.as_ref().is_none_or(|a| *name > a));
+    SessionList {
+        sessions: later.take(2).map(|(_, view)| view.clone()).collect(),
+        total: behaviour.views.len() as u64,
+    }
+}
+
 fn admit(state: &State, question: &AdmitRequest) -> AdmitAnswer {
     let mut behaviour = state.behaviour.lock().expect("not poisoned");
-    let refusal = behaviour.refusals.pop_front();
+    let moved = behaviour.moved.get(question.session_id.as_str()).cloned();
+    let moved = moved.filter(|m| question.placement.is_none_or(|p| p.n <= m.placement.n));
+    let refusal = match (&moved, behaviour.draining) {
+        (Some(_), _) => Some(Reason::Moved),
+        (None, true) => Some(Reason::Draining),
+        (None, false) => behaviour.refusals.pop_front(),
+    };
     let resident = behaviour.held.get(question.session_id.as_str()).copied().unwrap_or(0);
     let mode = match (resident, question.turn) {
         (0, 0) => Mode::Seed,
@@ -255,6 +419,7 @@ fn admit(state: &State, question: &AdmitRequest) -> AdmitAnswer {
         deadline_ms: Some(30_000),
         resident_tokens: resident,
         epoch: None,
+        moved,
         incarnation: Incarnation(*state.incarnation.lock().expect("not poisoned")),
         load: LoadReport::default(),
     }
@@ -334,7 +499,10 @@ fn info(state: &State) -> WorkerInfo {
         capacity: 1_000_000,
         max_uncached_tokens: 8192,
         layout: "l".into(),
-        draining: false,
-        load: LoadReport::default(),
+        draining: state.behaviour.lock().expect("not poisoned").draining,
+        load: LoadReport {
+            capacity: 1_000_000,
+            ..LoadReport::default()
+        },
     }
 }

@@ -19,6 +19,7 @@ async fn a_session_is_seeded_through_p_and_then_runs_direct() {
     let [p, d, other] = [&world.workers[0], &world.workers[1], &world.workers[2]];
     let first = client::post(world.address(), "/generate", Some("s 1"), BODY).await;
     assert_eq!((first.status, first.header("x-kvc-mode")), (200, "seed"), "{first:?}");
+    assert_eq!(first.header("x-kvc-source"), "prefill");
     assert_eq!(first.header("x-kvc-session"), "s 1");
     assert_eq!(first.header("x-kvc-worker"), d.address.to_string());
 
@@ -30,10 +31,7 @@ async fn a_session_is_seeded_through_p_and_then_runs_direct() {
     assert_eq!(Some(import.placement), tag.placement);
     let ran = &d.seen("/generate")[0];
     let tag = ran.tag().expect("tagged");
-    assert_eq!(
-        (tag.session.as_str(), tag.reservation),
-        ("s 1", Some(import.reservation))
-    );
+    assert_eq!((tag.session.as_str(), tag.reservation), ("s 1", import.reservation));
     assert_eq!(tag.placement, Some(import.placement));
     for seen in [prefill, ran] {
         assert_eq!(seen.body, BODY.as_bytes(), "byte for byte");
@@ -45,6 +43,7 @@ async fn a_session_is_seeded_through_p_and_then_runs_direct() {
 
     let second = client::post(world.address(), "/generate", Some("s 1"), BODY).await;
     assert_eq!((second.status, second.header("x-kvc-mode")), (200, "direct"));
+    assert_eq!(second.header("x-kvc-source"), "");
     assert_eq!(second.header("x-kvc-worker"), d.address.to_string());
     assert_eq!(p.seen("/generate").len(), 1);
     assert!(other.seen("/generate").is_empty());
