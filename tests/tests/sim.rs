@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvc_tests::sim::{Limits, Report, run, run_logged};
+use kvc_tests::sim::{Limits, Report, run, run_aloud, run_logged};
 
 /// Worlds of a batch; `KVC_SIM_WORLDS` asks for another number.
 const WORLDS: u64 = 2_000;
@@ -129,8 +129,7 @@ fn replay() {
         faults,
         ..Limits::default()
     };
-    let (log, end) = run_logged(seed, &limits);
-    log.iter().for_each(|line| println!("{line}"));
+    let end = run_aloud(seed, &limits);
     println!("{end:?}");
     assert!(end.is_ok(), "world {seed} breaks a rule");
 }

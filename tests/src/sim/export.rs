@@ -200,7 +200,7 @@ impl Process {
         let mut whole: Arc<[Token]> = Arc::from([]);
         if let Ok(LeaseAnswer::Granted(grant)) = self.w.lease(&request, self.now) {
             self.w.end_lease(grant.lease, self.now);
-            self.ask(|_, _| ());
+            while self.w.poll_effect().is_some() {}
             whole = grant.tokens;
         }
         let same = whole.get(after as usize..) == Some(tokens);

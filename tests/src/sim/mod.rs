@@ -43,4 +43,4 @@ pub mod world;
 
 pub use oracle::{Oracle, Violation};
 pub use plan::{Limits, Plan};
-pub use replay::{Report, run, run_logged};
+pub use replay::{Report, run, run_aloud, run_logged};

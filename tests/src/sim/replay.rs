@@ -59,6 +59,16 @@ pub fn run_logged(seed: u64, limits: &Limits) -> (Vec<String>, Result<Report, Vi
     (world.log().to_vec(), end)
 }
 
+/// As [`run_logged`], its lines printed as they come.
+///
+/// # Errors
+/// The first violation.
+pub fn run_aloud(seed: u64, limits: &Limits) -> Result<Report, Violation> {
+    let mut world = World::new(Plan::of(seed, limits), true);
+    world.live = true;
+    finish(&mut world).map(|()| report(&world))
+}
+
 fn finish(world: &mut World) -> Result<(), Violation> {
     catch_unwind(AssertUnwindSafe(|| world.run())).unwrap_or_else(|panic| {
         let text = panic

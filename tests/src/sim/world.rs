@@ -88,6 +88,8 @@ pub struct World {
     pub(super) clients: Vec<Client>,
     pub(super) watch: Watch,
     pub(super) log: Option<Vec<String>>,
+    /// Lines are printed as they come: a world that hangs or aborts tells what it did.
+    pub live: bool,
     /// Events so far.
     pub steps: u64,
     /// Processes that have ended by force.
@@ -218,6 +220,7 @@ impl World {
             queue: BTreeMap::new(),
             watch: Watch::default(),
             log: logging.then(Vec::new),
+            live: false,
             steps: 0,
             crashes: 0,
             drained: 0,
@@ -333,7 +336,11 @@ impl World {
 
     pub(super) fn note(&mut self, line: impl FnOnce() -> String) {
         if let Some(log) = &mut self.log {
-            log.push(format!("{:>9.3} ms  {}", self.now as f64 / 1000.0, line()));
+            let line = format!("{:>9.3} ms  {}", self.now as f64 / 1000.0, line());
+            if self.live {
+                println!("{line}");
+            }
+            log.push(line);
         }
     }
 
