@@ -98,7 +98,7 @@ fn a_backup_follows_a_growing_session_and_pulls_only_what_is_new() {
         );
         let mut session = Session::new("s", 1);
         for n in 0..4 {
-            session.turn(&mut d, Some(peer(&p)), &tokens(n, 100));
+            session.turn(&mut d, Some(peer(&p)), &tokens(n, 50));
             followed(&mut p, "s", session.history.len());
         }
         let seen = view(&p, "s");

@@ -25,8 +25,10 @@ use super::{answer, body};
 
 /// Bytes of an import's or release's body.
 const BODY_MAX: usize = 16 << 10;
-/// Between two looks at how far a drain is: each look counts the sessions.
+/// Between two looks at how far a drain is. Each counts the sessions under the machine's lock, so it pauses so many times
+/// as long as it took.
 const DRAIN_LOOK: Duration = Duration::from_millis(100);
+const DRAIN_SHARE: u32 = 50;
 /// Sessions on one page when nobody says how many, and at most.
 const PAGE: usize = 100;
 const PAGE_MAX: usize = 1000;
@@ -206,11 +208,13 @@ async fn drain(State(shared): State<Arc<Shared>>, body: Body) -> Answer {
         "drain asked for"
     );
     loop {
+        let began = Instant::now();
         let (answer, draining) = shared.call(|worker, _| (worker.drain_state(), worker.draining()));
         if answer.drained || !draining || Instant::now() >= until {
             return Ok(answer::json(&answer));
         }
-        tokio::time::sleep_until(until.min(Instant::now() + DRAIN_LOOK)).await;
+        let pause = DRAIN_LOOK.max(began.elapsed() * DRAIN_SHARE);
+        tokio::time::sleep_until(until.min(Instant::now() + pause)).await;
     }
 }
 

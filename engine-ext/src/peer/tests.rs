@@ -249,6 +249,58 @@ fn a_refusal_travels_with_its_reason() {
 }
 
 #[test]
+fn nothing_beyond_what_is_committed_is_given() {
+    // XFER-2, MIG-1.
+    let mut worker = worker();
+    let placement = Placement {
+        n: 5,
+        store: StoreId(1),
+    };
+    let prompt: Vec<u32> = (0..64).collect();
+    let turn = worker.arrive("s", &prompt, 4, None, Some(placement)).unwrap();
+    worker.finish(turn, &[1, 2]);
+    worker.step();
+    Runtime::new().unwrap().block_on(async {
+        let mut peer = Reader::greet(&worker, 1).await;
+        let ask = wire::LeaseRequest {
+            session: "s".into(),
+            placement: 5,
+            store: 1,
+            kind: wire::LeaseKind::Sync.into(),
+            // It claims more than there is: every id is sent.
+            have_tokens: 90,
+            have_digest: vec![1; 16],
+            ..Default::default()
+        };
+        let lease = peer.client.lease(peer.signed(ask)).await.unwrap().into_inner();
+        assert_eq!((lease.after, lease.tokens.len(), lease.readable), (0, 65, 65));
+        let watch = |from| wire::WatchRequest {
+            lease: lease.lease,
+            from,
+            wait_ms: 0,
+        };
+        let beyond = peer.client.watch(peer.signed(watch(66))).await.unwrap_err();
+        assert_eq!(refusal("p", &beyond).code, Reason::RangeNotReadable);
+        let last = peer.client.watch(peer.signed(watch(64))).await.unwrap().into_inner();
+        assert_eq!((last.runs.len(), last.complete), (1, true));
+        peer.client
+            .end(peer.signed(wire::LeaseName { lease: lease.lease }))
+            .await
+            .unwrap();
+        let before = held(&worker);
+        let question = question(|q| {
+            q.incarnation = worker.engine().incarnation().0;
+            q.placement = 5;
+            q.committed = 90;
+        });
+        let answer = peer.client.handover(peer.signed(question)).await.unwrap().into_inner();
+        assert_eq!(answer.answer(), wire::HandoverAnswer::Behind);
+        assert_eq!(held(&worker), before, "it owns what it owned");
+    });
+    assert!(worker.drain());
+}
+
+#[test]
 fn a_worker_that_keeps_no_replicas_says_so() {
     // SYNC-3.
     let flags = [("sync".to_owned(), "false".to_owned())];

@@ -137,6 +137,7 @@ impl Task {
         let import = self.import;
         tokio::select! {
             (asked, answer) = handover::ask(&self.shared, peer, request, self.deadline) => {
+                tracing::debug!(%import, session = %request.session, from = peer, ?answer, "hand-over asked for");
                 self.shared.call(|worker, now| worker.handover_answered(import, asked, answer, now));
                 self.steps.recv().await
             }

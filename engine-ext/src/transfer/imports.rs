@@ -93,15 +93,19 @@ impl Imports {
 
     /// The next lease of the import, with reads of its own: what was read under an earlier one stays fenced.
     pub(crate) fn open(&self, import: ImportId, order: Order) {
-        if let Some(entry) = self.lock().get_mut(&import) {
+        let earlier = self.lock().get_mut(&import).map(|entry| {
             entry.kind = order.kind;
             let bytes = entry.bytes.clone();
             let control = Arc::new(Control {
                 bytes,
                 ..Control::default()
             });
-            std::mem::replace(&mut entry.control, control.clone()).fence();
+            let earlier = std::mem::replace(&mut entry.control, control.clone());
             entry.tell(Step::Open(order, control));
+            earlier
+        });
+        if let Some(control) = earlier {
+            control.fence();
         }
     }
 
