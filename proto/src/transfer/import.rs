@@ -8,7 +8,7 @@ use crate::{
     id::{Epoch, Incarnation, Placement, PrefixHandle, ReservationId},
     session::Key,
     time::Now,
-    worker::api::{Have, Identity, LeaseKind, Token},
+    worker::api::{Handover, Have, Identity, LeaseKind, Token},
 };
 
 /// One import.
@@ -41,8 +41,8 @@ pub enum Purpose {
     Seed(ReservationId),
     /// A granted turn's reseed, from what a peer has committed (SYNC-2).
     Reseed(ReservationId),
-    /// A replica follows (SYNC-1).
-    Sync,
+    /// A replica follows (SYNC-1): the announcement of this number, or a router's wish.
+    Sync(u64),
     /// A move, charged to a reservation of its own (MIG-1).
     Move(ReservationId),
 }
@@ -101,8 +101,9 @@ pub enum ImportPhase {
     Confirmed(Landing),
     /// The engine has been told to commit. From here on the import cannot fail.
     Committing(Landing),
-    /// A move: the copy is complete and pinned; the owner is asked to hand over (MIG-1).
-    HandingOver(Epoch),
+    /// A move: the copy is complete; the owner is asked to hand over (MIG-1). The question is kept, for it may have been
+    /// granted and the answer lost: asked again it is the same.
+    HandingOver(Box<Handover>),
 }
 
 impl Purpose {
@@ -110,7 +111,7 @@ impl Purpose {
     pub fn reservation(self) -> Option<ReservationId> {
         match self {
             Purpose::Seed(id) | Purpose::Reseed(id) | Purpose::Move(id) => Some(id),
-            Purpose::Sync => None,
+            Purpose::Sync(_) => None,
         }
     }
 
@@ -119,7 +120,7 @@ impl Purpose {
         match self {
             Purpose::Seed(_) => LeaseKind::Follow,
             Purpose::Reseed(_) => LeaseKind::Replica,
-            Purpose::Sync => LeaseKind::Sync,
+            Purpose::Sync(_) => LeaseKind::Sync,
             Purpose::Move(_) => LeaseKind::Prepare,
         }
     }
@@ -129,7 +130,7 @@ impl Purpose {
         match self {
             Purpose::Seed(_) => "seed",
             Purpose::Reseed(_) => "reseed",
-            Purpose::Sync => "sync",
+            Purpose::Sync(_) => "sync",
             Purpose::Move(_) => "move",
         }
     }
@@ -150,7 +151,10 @@ impl ImportPhase {
 
     /// Whether the session's older copy is held for it.
     pub fn pins(&self) -> bool {
-        !matches!(self, ImportPhase::Leasing | ImportPhase::Granted(_))
+        !matches!(
+            self,
+            ImportPhase::Leasing | ImportPhase::Granted(_) | ImportPhase::HandingOver(_)
+        )
     }
 
     /// The landing pages, once they are allocated.

@@ -103,7 +103,7 @@ impl Counters {
         let at = match purpose {
             Purpose::Seed(_) => 0,
             Purpose::Reseed(_) => 1,
-            Purpose::Sync => 2,
+            Purpose::Sync(_) => 2,
             Purpose::Move(_) => 3,
         };
         self.committed_by[at] += 1;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::{
     id::{ImportId, SessionId},
-    session::{Hold, SessionState, Standing},
+    session::{Copy, SessionState, Standing},
     time::Now,
     transfer::{ImportPhase, Purpose},
     wire::{
@@ -92,14 +92,7 @@ impl Worker {
                 self.counters.answers_too_old += 1;
                 self.ask_handover(id);
             }
-            Ok(HandoverAnswer::Behind) => {
-                let key = import.session;
-                if let Some(copy) = &mut self.sessions[key].copy {
-                    copy.hold = Hold::Free;
-                }
-                self.refresh(key);
-                self.open_lease(id, true);
-            }
+            Ok(HandoverAnswer::Behind) => self.open_lease(id, true),
             Ok(HandoverAnswer::Busy) => drop(self.timers.insert((now + PAUSE, Timer::Handover(id)))),
             // It may have been granted: only the owner's own word ends the question, or the import's deadline.
             Err(why) if matches!(why.code, Reason::PeerUnreachable | Reason::DeadlineExceeded) => {
@@ -169,36 +162,17 @@ impl Worker {
     /// The copy is complete: may this worker own the session?
     pub(super) fn ask_handover(&mut self, id: ImportId) {
         let Some(import) = self.imports.get(&id) else { return };
-        let ImportPhase::HandingOver(epoch) = import.phase else {
-            return;
-        };
-        let (key, pending, incarnation, peer) = (
-            import.session,
-            import.placement,
-            import.incarnation,
-            import.peer.clone(),
-        );
-        let session = &mut self.sessions[key];
-        let name = session.id.clone();
-        let Some(copy) = &mut session.copy else { return };
-        let committed = copy.len();
-        let request = Handover {
-            session: name,
-            incarnation,
-            pending,
-            epoch,
-            committed,
-            digest: copy.digest(committed),
-        };
-        self.effects.push_back(Effect::AskHandover {
-            import: id,
-            peer,
-            request,
-        });
+        if let ImportPhase::HandingOver(request) = &import.phase {
+            self.effects.push_back(Effect::AskHandover {
+                import: id,
+                peer: import.peer.clone(),
+                request: (**request).clone(),
+            });
+        }
     }
 
-    /// From here on the session is this worker's. Its pages were pinned since the question went out, so the copy is the
-    /// one that the owner has agreed to.
+    /// From here on the session is this worker's. Nobody can have extended its copy since the question went out; if the
+    /// engine took it, the old owner's serves as the replica.
     fn take_ownership(&mut self, id: ImportId, now: Now) {
         let Some(import) = self.imports.remove(&id) else { return };
         self.timers.remove(&(import.deadline, Timer::Import(id)));
@@ -207,11 +181,7 @@ impl Worker {
         session.standing = Standing::Owner;
         session.placement = Some(import.placement);
         session.rewind = 0;
-        let mut resident = 0;
-        if let Some(copy) = &mut session.copy {
-            copy.hold = Hold::Free;
-            resident = copy.len();
-        }
+        let resident = session.copy.as_ref().map_or(0, Copy::len);
         self.unwish(key);
         self.counters.taken_over += 1;
         self.touch(key, now);

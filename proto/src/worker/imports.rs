@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use crate::{
     admission::{Charge, Reservation, decide},
     id::{ImportId, ReservationId, SessionId},
-    session::{Key, Session, SessionState},
+    session::{Key, SessionState},
     time::Now,
     transfer::{Import, ImportPhase, Purpose, import::Offer},
     wire::{
@@ -320,9 +320,8 @@ impl Worker {
         });
         let session = import.session;
         match import.phase {
-            ImportPhase::Leasing | ImportPhase::Granted(_) => {}
-            // The complete copy stays, as a replica, and is free again.
-            ImportPhase::HandingOver(_) => self.dropped.push(Dropped { session, landing: None }),
+            // Of a move the complete copy stays, as a replica.
+            ImportPhase::Leasing | ImportPhase::Granted(_) | ImportPhase::HandingOver(_) => {}
             // `landed` will find the import gone and give everything back.
             ImportPhase::Landing { .. } => self.dropped.push(Dropped { session, landing: None }),
             ImportPhase::Pulling(mut l)
@@ -340,8 +339,8 @@ impl Worker {
         }
         self.set_landed(import.purpose.reservation(), 0);
         self.import_over(session, id, import.purpose, now);
-        if import.purpose == Purpose::Sync {
-            self.sync_failed(session, code, now);
+        if let Purpose::Sync(wish) = import.purpose {
+            self.sync_failed(session, wish, code, now);
         }
         self.wake_for_wishes();
         true
@@ -369,10 +368,9 @@ impl Worker {
             _ => return,
         }
         self.refresh(key);
-        // A move or a sync that came to nothing leaves no trace of a session that was not known before.
-        let unknown = |s: &Session| s.is_bare() && s.placement.is_none() && s.floor.is_none();
-        if !matches!(purpose, Purpose::Seed(_) | Purpose::Reseed(_)) && self.sessions.get(key).is_some_and(unknown) {
-            self.forget(key);
+        if !matches!(purpose, Purpose::Seed(_) | Purpose::Reseed(_)) {
+            // Not now: the caller may be about to use the session.
+            self.unknown.push(key);
         }
     }
 

@@ -63,6 +63,8 @@ pub struct Worker {
     imports: HashMap<ImportId, Import>,
     /// Sessions with an announcement to be pulled, the most recently active last (SYNC-1).
     wishes: BTreeSet<(u64, Key)>,
+    /// Sessions that the next poll forgets if nothing is known of them: a move or a sync of theirs came to nothing.
+    unknown: Vec<Key>,
     /// Turns that lost their placement: the next poll has the engine end them (SES-4).
     aborts: Vec<TurnId>,
 
@@ -142,6 +144,7 @@ impl Worker {
             leases: Leases::new(first),
             imports: HashMap::new(),
             wishes: BTreeSet::new(),
+            unknown: Vec::new(),
             aborts: Vec::new(),
             evictable: 0,
             pinned: 0,

@@ -4,7 +4,7 @@
 use crate::{
     block::{self, Table},
     id::{ImportId, PrefixHandle},
-    session::{Chain, Copy, Hold, Key, evict::Class, history},
+    session::{Chain, Copy, Digest, Hold, Key, Session, evict::Class, history},
     time::Now,
     transfer::{
         ImportPhase, Purpose,
@@ -13,12 +13,18 @@ use crate::{
     wire::reason::{Reason, Refusal},
 };
 
-use super::{Command, Effect, Frees, ImportDone, Load, Snapshot, Timer, Worker, mutation::off};
+use super::{Command, Effect, Frees, Handover, ImportDone, Load, Snapshot, Timer, Worker, mutation::off};
 
 impl Worker {
     /// Takes the engine's numbers in and hands out what its thread has to do now.
     pub fn poll(&mut self, snapshot: &Snapshot, now: Now) -> Vec<Command> {
         self.publish(snapshot);
+        for key in std::mem::take(&mut self.unknown) {
+            let unknown = |s: &Session| s.is_bare() && s.placement.is_none() && s.floor.is_none();
+            if self.sessions.get(key).is_some_and(unknown) {
+                self.forget(key);
+            }
+        }
         self.pump(now);
         let mut frees = Frees::default();
         let mut commands: Vec<_> = std::mem::take(&mut self.aborts)
@@ -266,14 +272,19 @@ impl Worker {
         let pulled = found.pulled_before.saturating_add(pulled);
         match found.purpose {
             Purpose::Seed(_) | Purpose::Reseed(_) => self.touch(key, now),
-            Purpose::Sync => self.follows(key, epoch),
+            Purpose::Sync(_) => self.follows(key, epoch),
             Purpose::Move(_) => {
                 self.follows(key, epoch);
                 found.pulled_before = pulled;
-                found.phase = ImportPhase::HandingOver(epoch);
-                if let Some(copy) = &mut self.sessions[key].copy {
-                    copy.hold = Hold::Landing;
-                }
+                let digest = self.sessions[key].copy.as_mut().map(|c| c.digest(resident));
+                found.phase = ImportPhase::HandingOver(Box::new(Handover {
+                    session: self.sessions[key].id.clone(),
+                    incarnation: found.incarnation,
+                    pending: found.placement,
+                    epoch,
+                    committed: resident,
+                    digest: digest.unwrap_or(Digest([0; 16])),
+                }));
                 self.imports.insert(import, found);
                 self.touch(key, now);
                 self.refresh(key);
@@ -285,8 +296,8 @@ impl Worker {
         self.import_over(key, import, found.purpose, now);
         let outcome = Ok(ImportDone { resident, pulled });
         self.effects.push_back(Effect::ImportDone { import, outcome });
-        if found.purpose == Purpose::Sync {
-            self.synced(key, epoch, resident, now);
+        if let Purpose::Sync(wish) = found.purpose {
+            self.synced(key, wish, now);
         }
         self.wake_for_wishes();
     }

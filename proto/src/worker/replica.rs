@@ -172,7 +172,7 @@ impl Worker {
         }
         let key = self.sessions.find_or_insert(id, now);
         self.touch(key, now);
-        Ok(self.begin_import(key, request, Purpose::Sync, now))
+        Ok(self.begin_import(key, request, Purpose::Sync(0), now))
     }
 
     /// Starts replica pulls: the most recently active sessions first, a bounded number, none while a seed, a reseed or a
@@ -181,7 +181,7 @@ impl Worker {
         if self.wishes.is_empty() || self.draining {
             return;
         }
-        let serving = self.imports.values().any(|i| i.purpose != Purpose::Sync);
+        let serving = self.imports.values().any(|i| !matches!(i.purpose, Purpose::Sync(_)));
         if serving {
             return;
         }
@@ -206,7 +206,8 @@ impl Worker {
                 deadline_ms: u32::try_from(self.config.sync_deadline.as_millis()).unwrap_or(u32::MAX),
             };
             self.counters.syncs += 1;
-            self.begin_import(key, &request, Purpose::Sync, now);
+            let number = wish.seq;
+            self.begin_import(key, &request, Purpose::Sync(number), now);
         }
     }
 
@@ -230,7 +231,7 @@ impl Worker {
         let mut syncs: Vec<_> = self
             .imports
             .iter()
-            .filter(|(_, i)| i.purpose == Purpose::Sync)
+            .filter(|(_, i)| matches!(i.purpose, Purpose::Sync(_)))
             .map(|(id, _)| *id)
             .collect();
         syncs.sort_unstable();
@@ -250,15 +251,17 @@ impl Worker {
             session.standing = Standing::Replica;
             session.backup = None;
         }
+        // Within a placement what was announced meanwhile may be later.
+        let known = session.rewind.max(epoch.rewind);
+        let same = session.placement == Some(epoch.placement);
+        session.rewind = if same { known } else { epoch.rewind };
         session.placement = Some(epoch.placement);
-        session.rewind = session.rewind.max(epoch.rewind);
     }
 
-    /// A replica's pull has committed.
-    pub(super) fn synced(&mut self, key: Key, epoch: Epoch, tokens: u32, now: Now) {
-        let satisfied = |w: &Wish| w.epoch == epoch && w.committed <= tokens;
+    /// A replica's pull has committed: what was announced when it began is done with, whatever the owner held by then.
+    pub(super) fn synced(&mut self, key: Key, number: u64, now: Now) {
         let wish = self.sessions.get(key).and_then(|s| s.wish.as_deref());
-        if wish.is_some_and(satisfied) {
+        if wish.is_some_and(|w| w.seq == number) {
             self.unwish(key);
             self.refresh(key);
         }
@@ -266,7 +269,7 @@ impl Worker {
     }
 
     /// A replica's pull has failed: tried again a few times, later, unless its source is no longer one.
-    pub(super) fn sync_failed(&mut self, key: Key, why: Reason, now: Now) {
+    pub(super) fn sync_failed(&mut self, key: Key, number: u64, why: Reason, now: Now) {
         self.counters.syncs_failed += 1;
         let gave_way = why == Reason::Cancelled;
         let passing = matches!(
@@ -278,7 +281,8 @@ impl Worker {
                 | Reason::TransferFailed
                 | Reason::ChecksumMismatch
         );
-        let Some(wish) = self.sessions.get_mut(key).and_then(|s| s.wish.as_deref_mut()) else {
+        let wish = self.sessions.get_mut(key).and_then(|s| s.wish.as_deref_mut());
+        let Some(wish) = wish.filter(|w| w.seq == number) else {
             return;
         };
         if gave_way {

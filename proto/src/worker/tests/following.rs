@@ -204,6 +204,26 @@ fn a_pull_gives_way_to_a_turn_and_to_imports_that_serve() {
     assert_eq!(peers.view(0, 5).committed, committed(&other), "afterwards it is");
 }
 
+/// SYNC-3: also when nothing but the news was known of it.
+#[test]
+fn a_turn_of_a_session_known_by_news_only_is_served() {
+    let mut peers = Peers::new(2, 4);
+    peers.turn(1, 0, &tokens(1, 50), 1, Some(0));
+    let said = std::mem::take(&mut peers.at[1].said);
+    said.into_iter().for_each(|s| peers.carry(1, s));
+    assert_eq!(peers.view(0, 0).state, "importing");
+    let mut arrival = super::engine::Engine::arrival(0, super::engine::identity(0), tokens(1, 50), 0);
+    arrival.placement = placed(2);
+    let turn = peers.at[0].arrive(0, arrival, tokens(1, 50)).unwrap();
+    peers.at[0].finish(turn, 0);
+    peers.at[0].said.clear();
+    peers.settle();
+    assert_eq!(
+        (peers.standing(0, 0), peers.view(0, 0).committed),
+        (Standing::Replica, 50)
+    );
+}
+
 /// SYNC-3, SES-3: what a pull has landed is the engine's again when nothing else is.
 #[test]
 fn a_pull_is_given_up_for_room() {
