@@ -71,10 +71,15 @@ impl World {
                 else {
                     continue;
                 };
-                let excused = backup.unsynced.contains(&name);
+                let view = backup.w.session(&name, backup.now);
+                // It knows a later placement: the owner learns so with its next announcement.
+                let later = view
+                    .as_ref()
+                    .is_some_and(|v| v.epoch.map(|e| e.placement) != session.epoch.map(|e| e.placement));
+                let excused = later || backup.unsynced.contains(&name);
                 let kept = backup.held(&name);
                 self.watch.check(excused || kept == mine, Oracle::Lag, || {
-                    format!("{name}: its owner {node} holds {mine:?}, its backup {at} {kept:?}")
+                    format!("{name}: its owner {node} holds {mine:?}, its backup {at} {kept:?}: {view:?}")
                 });
             }
         }
