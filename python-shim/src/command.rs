@@ -20,6 +20,12 @@ pub(crate) struct Land {
     identity: String,
 }
 
+/// End this turn's request with a typed error: its session was granted elsewhere under a later placement (SES-4).
+#[pyclass(frozen, get_all, module = "kvc._native")]
+pub(crate) struct Abort {
+    turn_id: u64,
+}
+
 /// The import is confirmed: share, unlock, then `Engine.import_committed`.
 #[pyclass(frozen, get_all, module = "kvc._native")]
 pub(crate) struct Commit {
@@ -53,6 +59,7 @@ pub(crate) fn object(py: Python<'_>, command: Command) -> PyResult<Py<PyAny>> {
             identity: identity.0.to_string(),
         }
         .into_py_any(py),
+        Command::Abort { turn } => Abort { turn_id: turn.0 }.into_py_any(py),
         Command::Commit { import, share } => Commit {
             import_id: import.0,
             share: share as usize,

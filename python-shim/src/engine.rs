@@ -78,19 +78,25 @@ impl Engine {
         self.0.faulted()
     }
 
-    /// A session turn reached the scheduler: `tokens` follow the first `after` tokens of its history (0: the whole prompt).
-    /// `Refused` if it may not run; `None` if sessions are off.
+    /// A session turn reached the scheduler with a prompt of `tokens`. If the session's history is `known` tokens long, as
+    /// its last turn left it, the prompt begins with it and is not compared again; 0: it is. `Refused` if it may not run;
+    /// `None` if sessions are off.
     fn arrive(
         &self,
         py: Python<'_>,
         tag: &TurnTag,
         identity: &str,
-        after: usize,
         tokens: &Bound<'_, PyList>,
+        known: usize,
         max_new: u64,
     ) -> PyResult<Option<Turn>> {
-        let tokens = tokens_of(tokens, "input_ids").map_err(|error| bad_request(py, error.value(py).to_string()))?;
         let tag = &tag.0;
+        let appends = known > 0
+            && known < tokens.len()
+            && units(known) == self.0.ask(|worker, _| worker.history_len(&tag.session));
+        let after = if appends { known } else { 0 };
+        let tokens =
+            tokens_of(tokens, after, "input_ids").map_err(|error| bad_request(py, error.value(py).to_string()))?;
         let arrival = Arrival {
             session: tag.session.clone(),
             identity: Identity(identity.into()),
@@ -168,7 +174,7 @@ impl Engine {
                 .map(|(turn, tokens)| (TurnId(turn), units(tokens)))
                 .collect(),
         };
-        let commands = py.detach(|| self.0.with(|engine| engine.poll(&snapshot)));
+        let commands = py.detach(|| self.0.poll(&snapshot));
         commands
             .into_iter()
             .map(|command| command::object(py, command))
@@ -250,7 +256,13 @@ impl Engine {
         py.detach(|| self.0.with(|engine| engine.shutdown(Duration::from_secs(2))));
     }
 
-    /// The session of a running import, for tests.
+    /// Slows the pulls into this worker down to so many bytes per second in all, 0: not at all. For tests that act in the
+    /// middle of one.
+    fn limit_pulls(&self, bytes_per_s: u64) {
+        self.0.with(|engine| engine.limit_pulls(bytes_per_s));
+    }
+
+    /// The session of a running import.
     fn session_of(&self, import_id: u64) -> Option<String> {
         let transfers = self.0.ask(|worker, now| worker.transfers(now));
         let import = transfers
@@ -260,12 +272,13 @@ impl Engine {
         Some(import.session_id.as_str().to_owned())
     }
 
-    /// The first sessions by id, for tests: id → {"state", "tokens", "shared", "leases"}.
+    /// The first sessions by id, for tests: id → {"state", "standing", "tokens", "shared", "leases"}.
     fn sessions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let out = PyDict::new(py);
         for view in self.0.ask(|worker, now| worker.sessions(None, 1000, now).sessions) {
             let session = PyDict::new(py);
             session.set_item("state", &view.state)?;
+            session.set_item("standing", format!("{:?}", view.standing).to_lowercase())?;
             session.set_item("tokens", view.committed)?;
             session.set_item("shared", view.shared)?;
             session.set_item("leases", view.leases)?;
@@ -295,6 +308,11 @@ impl Engine {
             ("leases", counters.leases),
             ("revocations", counters.revocations),
             ("flushes", counters.flushes),
+            ("announced", counters.announced),
+            ("announcements", counters.announcements),
+            ("syncs", counters.syncs),
+            ("handed_over", counters.handed_over),
+            ("taken_over", counters.taken_over),
         ] {
             out.set_item(name, count)?;
         }
@@ -307,13 +325,14 @@ impl Engine {
     }
 }
 
-/// Reads file, environment and flags as `Engine` will and returns what the parent process must know: `listen`.
+/// Reads file, environment and flags as `Engine` will and returns what the parent process must know: `listen`, `drain_ms`.
 /// `ConfigurationError` says in one line what is wrong and how to fix it.
 #[pyfunction]
 pub(crate) fn settings<'py>(py: Python<'py>, flags: BTreeMap<String, String>) -> PyResult<Bound<'py, PyDict>> {
     let config = load(py, flags)?;
     let out = PyDict::new(py);
     out.set_item("listen", config.listen.to_string())?;
+    out.set_item("drain_ms", config.drain.as_millis().to_string())?;
     Ok(out)
 }
 
@@ -325,11 +344,11 @@ fn load(py: Python<'_>, flags: BTreeMap<String, String>) -> PyResult<Config> {
     Config::load(&flags, environment).map_err(|error| configuration(py, error))
 }
 
-/// A list of token ids, converted once per request.
-pub(crate) fn tokens_of(list: &Bound<'_, PyList>, name: &str) -> PyResult<Vec<u32>> {
-    let mut tokens = Vec::with_capacity(list.len());
-    for (at, item) in list.iter().enumerate() {
-        tokens.push(item.extract().map_err(|_| {
+/// A list of token ids from position `from` on, converted once per request.
+pub(crate) fn tokens_of(list: &Bound<'_, PyList>, from: usize, name: &str) -> PyResult<Vec<u32>> {
+    let mut tokens = Vec::with_capacity(list.len().saturating_sub(from));
+    for at in from..list.len() {
+        tokens.push(list.get_item(at)?.extract().map_err(|_| {
             pyo3::exceptions::PyValueError::new_err(format!("{name}[{at}] is no token id: 0 to {}", u32::MAX))
         })?);
     }

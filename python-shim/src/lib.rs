@@ -12,6 +12,7 @@ mod frees;
 mod layout;
 mod memory;
 mod module;
+mod rows;
 mod tag;
 mod turn;
 
@@ -19,11 +20,12 @@ mod turn;
 mod _native {
     #[pymodule_export]
     use super::{
-        command::{Commit, Drop, Free, Land},
+        command::{Abort, Commit, Drop, Free, Land},
         engine::{Engine, settings},
         error::status_of,
         frees::Frees,
         layout::Layout,
+        rows::Rows,
         tag::TurnTag,
         turn::Turn,
     };

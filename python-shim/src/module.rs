@@ -2,12 +2,15 @@
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
     time::Duration,
 };
 
 use kvc_engine_ext::Engine;
-use kvc_proto::{time::Now, worker::Worker};
+use kvc_proto::{
+    time::Now,
+    worker::{Command, Snapshot, Worker},
+};
 use pyo3::prelude::*;
 
 /// Longest that the module takes to end.
@@ -18,6 +21,7 @@ const SHUTDOWN: Duration = Duration::from_secs(2);
 pub(crate) struct Module {
     engine: Engine,
     faulted: AtomicBool,
+    version: AtomicU64,
 }
 
 impl Module {
@@ -25,6 +29,7 @@ impl Module {
         Self {
             engine,
             faulted: AtomicBool::new(false),
+            version: AtomicU64::new(0),
         }
     }
 
@@ -36,14 +41,32 @@ impl Module {
         self.faulted.load(Ordering::Relaxed)
     }
 
-    /// A question that takes microseconds: the GIL is kept, giving it away would cost more.
+    /// Grows with every call of the scheduler thread that may change which slots a session holds. No other thread changes
+    /// those of a turn that waits, other than by taking them off its end.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Relaxed)
+    }
+
+    /// A question that takes microseconds and changes no session's slots: the GIL is kept, giving it away would cost more.
     pub(crate) fn ask<R: Default>(&self, call: impl FnOnce(&mut Worker, Now) -> R) -> R {
         self.with(|engine| engine.scheduler(call))
     }
 
-    /// A call that may fence (XFER-2): other Python threads run meanwhile.
+    /// As [`Self::ask`], for a call that changes something.
+    pub(crate) fn change<R: Default>(&self, call: impl FnOnce(&mut Worker, Now) -> R) -> R {
+        self.version.fetch_add(1, Ordering::Relaxed);
+        self.ask(call)
+    }
+
+    /// A change that may fence (XFER-2): other Python threads run meanwhile.
     pub(crate) fn tell<R: Default + Send>(&self, py: Python<'_>, call: impl FnOnce(&mut Worker, Now) -> R + Send) -> R {
-        py.detach(|| self.ask(call))
+        py.detach(|| self.change(call))
+    }
+
+    /// Once per loop iteration.
+    pub(crate) fn poll(&self, snapshot: &Snapshot) -> Vec<Command> {
+        self.version.fetch_add(1, Ordering::Relaxed);
+        self.with(|engine| engine.poll(snapshot))
     }
 
     /// Any call into the module.

@@ -16,6 +16,7 @@ use crate::{
     frees::{Frees, frees},
     memory,
     module::Module,
+    rows::Rows,
 };
 
 /// A turn that arrived. Dropping it cancels the turn: a request that vanishes with all its references must not leave its
@@ -45,14 +46,16 @@ impl Turn {
         self.id.0
     }
 
-    /// (tokens restored, of these shared, prefix handle), or `None`: match the engine's own tree. Changes nothing.
+    /// (tokens restored, of these shared, prefix handle, version), or `None`: match the engine's own tree. Changes nothing.
+    /// Equal answers to one turn name the same slots.
     #[pyo3(name = "match")]
-    fn matched(&self, limit: usize) -> Option<(u32, u32, u64)> {
+    fn matched(&self, limit: usize) -> Option<(u32, u32, u64, u64)> {
         self.module
             .ask(|worker, _| match worker.match_turn(self.id, units(limit)) {
                 Matched::Tree => None,
                 Matched::Session { tokens, shared, prefix } => Some((tokens, shared, prefix.0)),
             })
+            .map(|(tokens, shared, prefix)| (tokens, shared, prefix, self.module.version()))
     }
 
     /// Writes the slots of the first `len` restored tokens to an int64 tensor.
@@ -77,11 +80,11 @@ impl Turn {
         frees(py, self.module.tell(py, |worker, now| worker.begin(self.id, now)))
     }
 
-    /// KV of the first `readable` tokens is written; the row is an int32 tensor of slots from token 0.
-    fn progress(&self, py: Python<'_>, readable: usize, address: usize, len: usize) -> PyResult<()> {
-        memory::read((address, len), |row| {
+    /// KV of the first `readable` tokens is written, in the slots that the row names.
+    fn progress(&self, readable: usize, rows: &Rows, row: usize) -> PyResult<()> {
+        rows.read(row, readable, |row| {
             self.module
-                .tell(py, |worker, now| worker.progress(self.id, units(readable), row, now));
+                .change(|worker, now| worker.progress(self.id, units(readable), row, now));
         })
     }
 
@@ -90,9 +93,17 @@ impl Turn {
         self.module.ask(|worker, _| worker.share_len(self.id))
     }
 
-    /// The first `shared` tokens lie in the engine's tree under `prefix` now.
-    fn adopt(&self, py: Python<'_>, shared: usize, prefix: u64, address: usize, len: usize) -> PyResult<Option<Frees>> {
-        let given = memory::read((address, len), |row| {
+    /// The first `shared` tokens lie in the engine's tree under `prefix` now; the row names `len` slots.
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        shared: usize,
+        prefix: u64,
+        rows: &Rows,
+        row: usize,
+        len: usize,
+    ) -> PyResult<Option<Frees>> {
+        let given = rows.read(row, len, |row| {
             self.module.tell(py, |worker, now| {
                 worker.adopt(self.id, units(shared), PrefixHandle(prefix), row, now)
             })
@@ -100,18 +111,18 @@ impl Turn {
         Ok(frees(py, given))
     }
 
-    /// The turn succeeded; `output` are the generated tokens. The turn is over.
+    /// The turn succeeded with its first `committed` tokens; `output` are the generated ones. The turn is over.
     fn commit(
         &self,
         py: Python<'_>,
         committed: usize,
         output: &Bound<'_, PyList>,
-        address: usize,
-        len: usize,
+        rows: &Rows,
+        row: usize,
     ) -> PyResult<Option<Frees>> {
-        let output = tokens_of(output, "output_ids")?;
-        self.over.store(true, Ordering::Relaxed);
-        let given = memory::read((address, len), |row| {
+        let output = tokens_of(output, 0, "output_ids")?;
+        let given = rows.read(row, committed, |row| {
+            self.over.store(true, Ordering::Relaxed);
             self.module.tell(py, |worker, now| {
                 worker.commit(self.id, units(committed), &output, row, now)
             })
@@ -120,17 +131,10 @@ impl Turn {
     }
 
     /// A begun turn ends without a result after `end` tokens were allocated. It is over unless it is a retract.
-    fn rollback(
-        &self,
-        py: Python<'_>,
-        end: usize,
-        address: usize,
-        len: usize,
-        retract: bool,
-    ) -> PyResult<Option<Frees>> {
+    fn rollback(&self, py: Python<'_>, end: usize, rows: &Rows, row: usize, retract: bool) -> PyResult<Option<Frees>> {
         let how = if retract { Rollback::Retract } else { Rollback::Abort };
-        self.over.store(!retract, Ordering::Relaxed);
-        let given = memory::read((address, len), |row| {
+        let given = rows.read(row, end, |row| {
+            self.over.store(!retract, Ordering::Relaxed);
             self.module
                 .tell(py, |worker, now| worker.rollback(self.id, units(end), row, how, now))
         })?;
@@ -153,7 +157,7 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         if !*self.over.get_mut() {
-            self.module.ask(|worker, now| worker.cancel(self.id, now));
+            self.module.change(|worker, now| worker.cancel(self.id, now));
         }
     }
 }

@@ -1,5 +1,7 @@
-"""One real engine whose turns vanish and whose module fails: it must go on (ADR 0044, 0046)."""
+"""Real engines whose turns vanish, whose module fails, and that are told to stop (ADR 0044, 0046; MIG-4)."""
 
+import os
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "engine"))
 
 from harness import engine as engines
-from harness.module import Worker
+from harness.module import STORE_ID, Worker, question, tag
 from harness.process import MODEL
 
 WAITING_S = 3
@@ -84,3 +86,55 @@ def test_a_panic_in_the_module_ends_the_module_and_no_request(worker):
     assert len(worker.generate(ids(6, 5900), "whole-pool").tokens) == 8
     assert worker.http.call("GET", "/kvc/v1/info").status == 502
     assert_whole(worker)
+
+
+@pytest.fixture
+def stopping(request):
+    """A worker of its own, to be ended by a signal."""
+    if not MODEL.exists():
+        pytest.skip("no engine environment: run scripts/setup-engine.sh first")
+    request.getfixturevalue("own_interpreter")
+    worker = Worker("shim-stopping", pool=6144, running=2, env={"KVC_DRAIN_MS": "60000"})
+    try:
+        worker.start().ready()
+        yield worker
+    finally:
+        worker.stop()
+
+
+def terminate(worker: Worker) -> None:
+    """As a service manager does that signals the main process (`KillMode=mixed`, `docker stop`)."""
+    os.kill(worker.process.pid, signal.SIGTERM)
+
+
+def wait_for(condition, deadline_s: float = 20.0) -> None:
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_sigterm_drains_first_and_the_engine_stays_healthy_meanwhile(stopping):
+    """MIG-4: the turn that runs is finished, new sessions are refused, and when the last one that a router placed here has
+    gone the engine ends."""
+    history, placed = ids(7, 200), tag("owned", placement={"n": 1, "store": STORE_ID})
+    with ThreadPoolExecutor(1) as pool:
+        turn = pool.submit(stopping.generate, history, n=300, headers=placed)
+        wait_for(lambda: stopping.state()["running"])
+        terminate(stopping)
+        wait_for(lambda: stopping.http.get("/kvc/v1/info").json["draining"])
+        assert len(turn.result().tokens) == 300
+    assert stopping.http.get("/health", timeout_s=10).status == 200
+    refused = stopping.admit(**question("new", 50)).json
+    assert (refused["can_admit"], refused["reason"]) == (False, "draining")
+    time.sleep(6)  # longer than the engine's own shutdown takes to look
+    assert stopping.alive()
+    assert stopping.release("owned", drop_kv=True).status == 200
+    wait_for(lambda: not stopping.alive())
+
+
+def test_a_worker_that_owns_nothing_ends_without_delay(stopping):
+    stopping.generate(ids(8, 50), n=2)  # no session
+    terminate(stopping)
+    wait_for(lambda: "'drained': True" in stopping.process.text(), 2)
+    wait_for(lambda: not stopping.alive(), 10)  # the engine looks every 5 s

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.session_aware_cache import SessionAwareCache
 from sglang.srt.utils.common import ceil_align
 
-from kvc._native import Commit, Drop, Engine, Free, Frees, Land, Turn
+from kvc._native import Commit, Drop, Engine, Free, Frees, Land, Rows, Turn
 from kvc.sglang.identity import extra_key_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ ROOT = 0
 class Run:
     """What one request carries for its turn, from arrival to its end (`Req.kvc`). Retracts start it over."""
 
-    __slots__ = ("adopted", "begun", "matched", "node", "opened", "sid", "turn")
+    __slots__ = ("adopted", "begun", "found", "matched", "node", "opened", "sid", "turn")
 
     def __init__(self, turn: Turn, sid: str, opened: Session | None) -> None:
         self.turn = turn
@@ -56,17 +56,21 @@ class Run:
         self.adopted = False
         self.node: Node | None = None
         self.matched = 0
+        self.found: tuple[tuple[int, int, int, int], MatchResult] | None = None
+        """The last match: the engine asks twice per step, and equal answers of the machine name the same slots."""
 
 
 class Node:
-    """In `req.last_node` for a match in a session's own history. `tree` is the engine's node of the shared part."""
+    """In `req.last_node` for a match in a session's own history. `tree` is the engine's node of the shared part, locked
+    while `locks` is not 0."""
 
-    __slots__ = ("tokens", "tree", "turn")
+    __slots__ = ("locks", "tokens", "tree", "turn")
 
     def __init__(self, turn: Turn, tokens: int, tree: Any) -> None:
         self.turn = turn
         self.tokens = tokens
         self.tree = tree
+        self.locks = 0
 
 
 class Landing:
@@ -113,6 +117,8 @@ class KvcCache(SessionAwareCache):
         self.starting: list[Req] = []
         """Requests of the batch that allocates now: their rows do not name their slots yet."""
         self._handles = itertools.count(1)
+        table = self.req_to_token_pool.req_to_token
+        self._host_rows = Rows(table) if table.device.type == "cpu" else None
         self.observer: Any = None
         """Told of every committed row in tests (`kvc.sglang.testing`)."""
 
@@ -150,28 +156,38 @@ class KvcCache(SessionAwareCache):
         matched = run.turn.match(len(params.key.token_ids))
         if matched is None:
             return self.inner.match_prefix(params)
-        tokens, shared, prefix = matched
+        if run.found is not None and run.found[0] == matched:
+            return run.found[1]
+        tokens, shared, prefix, _ = matched
         slots = torch.empty(tokens, dtype=torch.int64)
         run.turn.slots_into(slots.data_ptr(), tokens)
         node = Node(run.turn, tokens, self._tree_node(prefix))
-        return MatchResult(
-            device_indices=slots.to(self.inner.device, non_blocking=True),
+        result = MatchResult(
+            device_indices=slots if self._host_rows else slots.to(self.inner.device, non_blocking=True),
             last_device_node=node,
             last_host_node=node,
             cache_protected_len=shared,
         )
+        run.found = (matched, result)
+        return result
 
     def inc_lock_ref(self, node: Any) -> IncLockRefResult:
-        if isinstance(node, Node):
-            node.turn.claim(node.tokens)
-            return self.inner.inc_lock_ref(node.tree)
-        return self.inner.inc_lock_ref(node)
+        if not isinstance(node, Node):
+            return self.inner.inc_lock_ref(node)
+        node.locks += 1
+        if node.locks > 1:
+            return IncLockRefResult()
+        node.turn.claim(node.tokens)
+        return self.inner.inc_lock_ref(node.tree)
 
     def dec_lock_ref(self, node: Any, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        if isinstance(node, Node):
-            node.turn.unclaim()
-            return self.inner.dec_lock_ref(node.tree)
-        return self.inner.dec_lock_ref(node, params)
+        if not isinstance(node, Node):
+            return self.inner.dec_lock_ref(node, params)
+        node.locks -= 1
+        if node.locks > 0:
+            return DecLockRefResult()
+        node.turn.unclaim()
+        return self.inner.dec_lock_ref(node.tree)
 
     def kvc_begin(self, reqs: list[Req]) -> None:
         """From the allocator's caller: these requests run now; a rewound tail is freed before they allocate (OWN-7)."""
@@ -183,6 +199,7 @@ class KvcCache(SessionAwareCache):
             run.begun = True
             run.matched = len(req.prefix_indices)
             run.node = req.last_node if isinstance(req.last_node, Node) else None
+            run.found = None
             self.pending.pop(req, None)
             self.running[req] = None
             self.free(run.turn.begin())
@@ -192,11 +209,10 @@ class KvcCache(SessionAwareCache):
         if run is None:
             self.inner.cache_unfinished_req(req, **kwargs)
             return
-        row = self._row(req, len(req.fill_ids))
-        host = row.cpu()
-        run.turn.progress(len(host), host.data_ptr(), len(host))
+        end = len(req.fill_ids)
+        run.turn.progress(end, *self._rows(req, end))
         if kwargs.get("chunked", False):
-            req.prefix_indices = row.to(dtype=torch.int64, copy=True)
+            req.prefix_indices = self._row(req, end).to(dtype=torch.int64, copy=True)
         elif run.node is None:
             self._adopt(req, run, req.fill_ids)
 
@@ -368,7 +384,7 @@ class KvcCache(SessionAwareCache):
 
     def _run(self, req: Req) -> Run | None:
         run: Run | None = req.kvc
-        if run is not None and self.engine.faulted and run.node is None and not run.adopted:
+        if run is not None and run.node is None and not run.adopted and self.engine.faulted:
             # The module ended while this request ran on nothing of a session: it goes on as a plain one.
             self.running.pop(req, None)
             run = req.kvc = None
@@ -376,6 +392,12 @@ class KvcCache(SessionAwareCache):
 
     def _row(self, req: Req, end: int) -> torch.Tensor:
         return self.req_to_token_pool.req_to_token[req.req_pool_idx, :end]
+
+    def _rows(self, req: Req, end: int) -> tuple[Rows, int]:
+        """The first `end` slots of the request's row for the machine: where they lie, or a copy from the device."""
+        if self._host_rows is not None:
+            return self._host_rows, req.req_pool_idx
+        return Rows(self._row(req, end).cpu().view(1, -1)), 0
 
     def _handle(self, node: Any) -> int:
         """A handle of its own for every adoption and import: forgetting one never touches another's."""
@@ -401,34 +423,34 @@ class KvcCache(SessionAwareCache):
             req.last_node = match.last_device_node
             req.cache_protected_len = shared
         run.adopted = True
-        row = self._row(req, len(tokens)).cpu()
-        self.free(run.turn.adopt(shared, self._handle(req.last_node), row.data_ptr(), len(row)))
+        handle = self._handle(req.last_node)
+        self.free(run.turn.adopt(shared, handle, *self._rows(req, len(tokens)), len(tokens)))
 
     def _commit(self, req: Req, run: Run, end: int) -> None:
         if run.node is None and not run.adopted:
             # It ended in its prefill: `cache_unfinished_req` was never called.
-            host = self._row(req, len(req.fill_ids)).cpu()
-            run.turn.progress(len(host), host.data_ptr(), len(host))
+            run.turn.progress(len(req.fill_ids), *self._rows(req, len(req.fill_ids)))
             self._adopt(req, run, req.fill_ids)
         committed = min(end, len(req.origin_input_ids) + len(req.output_ids))
-        row = self._row(req, end).cpu()
-        frees = run.turn.commit(committed, req.output_ids, row.data_ptr(), committed)
-        beyond = row[ceil_align(committed, self.page_size) :] if committed < end else None
-        self._let_go(req, run, frees, beyond)
+        frees = run.turn.commit(committed, req.output_ids, *self._rows(req, committed))
+        beyond = self._row(req, end)[ceil_align(committed, self.page_size) :] if committed < end else None
+        self._let_go(req, frees, beyond)
+        if run.opened is not None:
+            run.opened.kvc_len = committed  # should the machine have kept less, the next turn is compared again
         if self.observer is not None:
-            self.observer.committed(run.sid, (req.origin_input_ids + req.output_ids)[:committed], row[:committed])
+            row = self._row(req, committed).cpu()
+            self.observer.committed(run.sid, (req.origin_input_ids + req.output_ids)[:committed], row)
 
     def _roll_back(self, req: Req, run: Run, end: int, retract: bool) -> None:
-        row = self._row(req, end).cpu()
-        frees = run.turn.rollback(end, row.data_ptr(), len(row), retract)
+        frees = run.turn.rollback(end, *self._rows(req, end), retract)
         # Before the adoption the machine owns none of the row: what the tree does not hold goes back here.
-        unowned = row[req.cache_protected_len :] if run.node is None and not run.adopted else None
-        self._let_go(req, run, frees, unowned)
+        unowned = self._row(req, end)[req.cache_protected_len :] if run.node is None and not run.adopted else None
+        self._let_go(req, frees, unowned)
+        if run.opened is not None:
+            run.opened.kvc_len = self.engine.history_len(run.sid)
 
-    def _let_go(self, req: Req, run: Run, frees: Frees | None, unowned: torch.Tensor | None) -> None:
+    def _let_go(self, req: Req, frees: Frees | None, unowned: torch.Tensor | None) -> None:
         self.dec_lock_ref(req.last_node)
         self.free(frees)
         if unowned is not None and len(unowned):
-            self.token_to_kv_pool_allocator.free(unowned.to(self.inner.device, dtype=torch.int64))
-        if run.opened is not None:
-            run.opened.kvc_len = self.engine.history_len(run.sid)
+            self.token_to_kv_pool_allocator.free(unowned.to(dtype=torch.int64))

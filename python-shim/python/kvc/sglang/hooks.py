@@ -17,7 +17,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from zmq import POLLIN
 
-from kvc._native import Engine, Turn, TurnTag
+from kvc._native import Abort, Engine, Turn, TurnTag
 from kvc.errors import Refused
 from kvc.sglang import args, layout
 from kvc.sglang.cache import KvcCache, Run
@@ -150,7 +150,33 @@ class Hooks:
         )
         cache.land_waiting()
         for command in commands:
-            cache.carry_out(command)
+            if isinstance(command, Abort):
+                self._abort(command.turn_id)
+            else:
+                cache.carry_out(command)
+
+    def _abort(self, turn_id: int) -> None:
+        """SES-4: the session lives elsewhere now. The turn ends as when its client goes away, with the reason as its end."""
+        cache, scheduler = self.cache, self.scheduler
+        of_turn = (
+            req for req in (*cache.pending, *cache.running) if req.kvc is not None and req.kvc.turn.id == turn_id
+        )
+        req = next(of_turn, None)
+        if req is None or req.finished():
+            return
+        session = req.kvc.sid
+        reason = _finish(
+            Refused("stale-epoch", f"session {session!r} was granted elsewhere while this turn was under way")
+        )
+        if req in cache.pending and req in scheduler.waiting_queue:
+            scheduler.waiting_queue.remove(req)
+            cache.leave(req)
+            scheduler.send_to_tokenizer.send_output(AbortReq(finished_reason=reason.to_json(), rid=req.rid), req)
+            return
+        if req in cache.pending:
+            # Its grammar is being compiled: it still passes through one short prefill.
+            scheduler.grammar_manager.abort_requests(AbortReq(rid=req.rid))
+        req.to_finish = reason
 
     def _promised(self) -> int:
         """Tokens that a landing must leave: what the engine expects the running requests to take, by its own rule, and
@@ -243,18 +269,19 @@ class Hooks:
         return Routed(tag if tag is not None and tag.session == params.id else TurnTag.of(params.id), session)
 
     def _arrive(self, routed: Routed, req: Req, identity: str) -> Turn | None:
-        after = 0
-        if routed.opened is not None:
-            # The streaming API appends to what this session's last turn left: no need to compare it again.
-            held = self.engine.history_len(routed.tag.session)
-            if held == getattr(routed.opened, "kvc_len", 0) and held < len(req.origin_input_ids):
-                after = held
-        tokens = req.origin_input_ids[after:] if after else req.origin_input_ids
-        return self.engine.arrive(routed.tag, identity, after, tokens, max(0, req.sampling_params.max_new_tokens))
+        # The streaming API appends to what this session's last turn left: no need to compare it again.
+        known = 0 if routed.opened is None else getattr(routed.opened, "kvc_len", 0)
+        most = max(0, req.sampling_params.max_new_tokens)
+        return self.engine.arrive(routed.tag, identity, req.origin_input_ids, known, most)
 
     def _refuse(self, recv_req: TokenizedGenerateReqInput, refused: Refused) -> None:
-        reason = FINISH_ABORT(str(refused), HTTPStatus(refused.status), refused.code).to_json()
+        reason = _finish(refused).to_json()
         self.scheduler.send_to_tokenizer.send_output(AbortReq(finished_reason=reason, rid=recv_req.rid), recv_req)
+
+
+def _finish(refused: Refused) -> FINISH_ABORT:
+    """How the client learns of it: status, message, and the code as the error's type."""
+    return FINISH_ABORT(str(refused), HTTPStatus(refused.status), refused.code)
 
 
 class Routed:

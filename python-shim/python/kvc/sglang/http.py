@@ -1,4 +1,5 @@
-"""What the engine's patched HTTP server calls: the turn header, batch items, session_params, and the module's routes.
+"""What the engine's patched HTTP server calls: the turn header, batch items, session_params, and at its start the
+module's routes and the drain on SIGTERM.
 
 Runs in the server's own process; the module's listener is reached at `server_args.kvc_listen`.
 """
@@ -46,11 +47,15 @@ def batch_item(obj: Any, i: int) -> dict[str, Any]:
 
 
 def install(app: Any, manager: Any) -> None:
-    """Adds the routes when the server starts."""
+    """When the server starts: adds the routes, and the drain before a shutdown."""
     from fastapi import Request
     from sglang.srt.managers.io_struct import GenerateReqInput
 
+    from kvc._native import settings
+    from kvc.sglang import args, shutdown
+
     GenerateReqInput.kvc_item = batch_item
+    shutdown.install(manager, int(settings(args.flags_of(manager.server_args))["drain_ms"]))
     listener = f"http://{manager.server_args.kvc_listen}"
 
     async def info() -> Any:

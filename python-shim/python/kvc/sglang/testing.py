@@ -1,7 +1,7 @@
 """What tests ask a running engine for: memory numbers, its own KV bytes, what entered its model. Only with KVC_TEST=1.
 
 Routes on the engine's HTTP port, answered by the scheduler between two steps: `POST /kvc/test/OP` with OP one of state,
-forwards, kv, corrupt, fail. Nothing here is imported otherwise.
+forwards, kv, corrupt, fail, throttle. Nothing here is imported otherwise.
 """
 
 import hashlib
@@ -129,11 +129,11 @@ class Observer:
 
     def answer(self, request: TestRequest) -> TestAnswer:
         """Answers one question; a wrong one gets `{"error": …}`."""
-        if request.op not in ("state", "forwards", "kv", "corrupt", "fail"):
+        if request.op not in ("state", "forwards", "kv", "corrupt", "fail", "throttle"):
             return TestAnswer(out={"error": {"code": "bad-request", "message": f"no test op {request.op!r}"}})
         try:
             return TestAnswer(out=getattr(self, "_" + request.op)(**request.args))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             return TestAnswer(out={"error": {"code": "bad-request", "message": f"{type(error).__name__}: {error}"}})
 
     def _state(self) -> dict[str, Any]:
@@ -183,6 +183,11 @@ class Observer:
     def _fail(self) -> dict[str, Any]:
         self.hooks.engine.fail()
         return {"faulted": self.hooks.engine.faulted}
+
+    def _throttle(self, bytes_per_s: int) -> dict[str, Any]:
+        """All pulls into this worker together, also those under way; 0: no limit."""
+        self.hooks.engine.limit_pulls(bytes_per_s)
+        return {"bytes_per_s": bytes_per_s}
 
     def _corrupt(self, session: str, at: int | None = None, swap: list[int] | None = None) -> dict[str, Any]:
         pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
