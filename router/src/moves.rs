@@ -105,7 +105,7 @@ pub fn start(lane: &Lane, session: SessionId, found: &[Resident], target: Worker
 pub async fn carry(lane: &Arc<Lane>, mv: Move) -> MoveOutcome {
     let began = Instant::now();
     let mut carried = Carried { lane: lane.clone(), mv };
-    let outcome = carried.to_its_end().await;
+    let outcome = carried.finish().await;
     let mv = &carried.mv;
     let took = began.elapsed();
     lane.app.metrics.moved(outcome, took);
@@ -139,7 +139,7 @@ struct Carried {
 }
 
 impl Carried {
-    async fn to_its_end(&mut self) -> MoveOutcome {
+    async fn finish(&mut self) -> MoveOutcome {
         loop {
             if let Some(outcome) = self.mv.outcome() {
                 return outcome;

@@ -29,7 +29,8 @@ fn choices(effect: &Effect) -> Vec<Option<Event>> {
         n: 50,
         store: StoreId(5),
     };
-    let epoch = Some(Epoch { placement, rewind: 0 });
+    let owned = Epoch { placement, rewind: 0 };
+    let epoch = Some(owned);
     let held = |worker, tokens| Resident {
         worker,
         tokens,
@@ -52,9 +53,7 @@ fn choices(effect: &Effect) -> Vec<Option<Event>> {
         ],
         Effect::Withdraw { .. } => vec![
             Some(Event::Withdrawn(WithdrawAnswer::Withdrawn)),
-            Some(Event::Withdrawn(WithdrawAnswer::Owner {
-                epoch: epoch.expect("some"),
-            })),
+            Some(Event::Withdrawn(WithdrawAnswer::Owner { epoch: owned })),
             Some(Event::WithdrawRefused(Reason::StaleIncarnation)),
             Some(Event::WithdrawRefused(Reason::Internal)),
             Some(Event::Unreachable),

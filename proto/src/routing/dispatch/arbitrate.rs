@@ -8,7 +8,7 @@ use crate::{
         Router,
         mutation::off,
         resident::higher,
-        session::SessionStore,
+        session::{Pending, SessionStore},
         view::{At, Health, WorkerIndex},
     },
     time::Now,
@@ -47,7 +47,7 @@ impl Dispatch {
         !off!(PendingAskedFirst)
     }
 
-    /// Asks the pending target first.
+    /// Asks the pending target first. No other move begins meanwhile.
     pub(super) fn ask_target<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, now: Now) {
         let session = self.turn.session.clone();
         let pending = session.as_ref().and_then(|s| router.sessions.peek(s)?.pending);
@@ -55,8 +55,9 @@ impl Dispatch {
             self.go_on(router, then, now);
             return;
         };
+        self.placing(router, true);
         self.trace.arbitrations += 1;
-        self.state = State::Arbitrating { then };
+        self.state = State::Arbitrating { then, pending };
         self.effects.push_back(Effect::Withdraw {
             worker: pending.target.worker,
             session,
@@ -72,29 +73,21 @@ impl Dispatch {
         &mut self,
         router: &mut Router<S>,
         then: Then,
+        pending: &Pending,
         answer: WithdrawAnswer,
         now: Now,
     ) {
         let WithdrawAnswer::Owner { epoch } = answer else {
-            self.settle(router);
-            self.go_on(router, then, now);
+            self.settled(router, then, pending, now);
             return;
         };
-        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
-        let Some((record, pending)) = record.and_then(|r| r.pending.map(|p| (r, p))) else {
-            self.go_on(router, then, now);
-            return;
-        };
-        let tokens = record.pin.map_or(0, |at| record.resident(at)).max(1);
-        record.settle(pending.placement);
-        record.lives_at(pending.target, epoch.placement, tokens);
-        self.taken = None;
-        match &then {
-            // It was not asked after all.
-            Then::Probe { worker, .. } => self.tried.retain(|w| w != worker),
-            Then::Grant(_) => {}
+        if let Some(record) = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s)) {
+            let tokens = record.pin.map_or(0, |at| record.resident(at)).max(1);
+            record.settle(pending.placement);
+            record.lives_at(pending.target, epoch.placement, tokens);
         }
-        self.drop_grant(router, then);
+        self.taken = None;
+        self.give_up(router, then);
         self.probe_owner(router, pending.target, now);
     }
 
@@ -103,57 +96,59 @@ impl Dispatch {
         &mut self,
         router: &mut Router<S>,
         then: Then,
+        pending: Pending,
         reason: Reason,
         now: Now,
     ) {
         if reason == Reason::StaleIncarnation {
-            self.settle(router);
-            self.go_on(router, then, now);
+            self.settled(router, then, &pending, now);
         } else {
             self.trace.chain.push(reason);
-            self.wait_out(router, then, now);
+            self.wait_out(router, then, pending, now);
         }
     }
 
-    /// The target does not answer.
-    pub(super) fn target_lost<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, now: Now) {
-        let pending = self
-            .turn
-            .session
-            .as_ref()
-            .and_then(|s| router.sessions.peek(s)?.pending);
-        if let Some(pending) = pending {
-            router.view.lost(pending.target.worker);
-        }
-        self.wait_out(router, then, now);
-    }
-
-    /// MIG-2: the hand-over deadline has passed since the target was last heard of.
-    pub(super) fn waited_out<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, now: Now) {
-        self.settle(router);
-        self.go_on(router, then, now);
-    }
-
-    fn wait_out<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, now: Now) {
+    /// MIG-2: the target does not answer.
+    pub(super) fn wait_out<S: SessionStore>(
+        &mut self,
+        router: &mut Router<S>,
+        then: Then,
+        mut pending: Pending,
+        now: Now,
+    ) {
         let wait = router.config.handover_wait;
         let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
-        let pending = record.and_then(|r| r.pending.as_mut());
-        let until = pending.map(|p| *p.lost.get_or_insert(now) + wait);
-        match until.filter(|u| *u > now) {
-            Some(until) => {
-                self.state = State::WaitingOut { then };
-                self.effects.push_back(Effect::Wait { until });
-            }
-            None => self.waited_out(router, then, now),
+        let held = record.and_then(|r| r.pending.as_mut());
+        let lost = match held.filter(|p| p.placement == pending.placement) {
+            Some(held) => *held.lost.get_or_insert(now),
+            // The move itself is over: its end is known.
+            None => return self.settled(router, then, &pending, now),
+        };
+        pending.lost = Some(lost);
+        let until = lost + wait;
+        if until > now {
+            self.state = State::WaitingOut { then, pending };
+            self.effects.push_back(Effect::Wait { until });
+        } else {
+            self.settled(router, then, &pending, now);
         }
     }
 
-    /// Nobody will ever own the session under the pending number, or it is out of reach; what is taken now lies above it.
-    fn settle<S: SessionStore>(&mut self, router: &mut Router<S>) {
-        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
-        if let Some((record, pending)) = record.and_then(|r| r.pending.map(|p| (r, p))) {
+    /// Nobody will ever own the session under the pending number, or the hand-over deadline has passed since its target was
+    /// last heard of. What is taken now lies above it.
+    pub(super) fn settled<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then, pending: &Pending, now: Now) {
+        if let Some(record) = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s)) {
             record.settle(pending.placement);
-            self.taken = self.taken.filter(|t| t.n > pending.placement.n);
+        }
+        self.taken = self.taken.filter(|t| t.n > pending.placement.n);
+        let record = self.turn.session.as_ref().and_then(|s| router.sessions.peek(s));
+        let arrived = record.is_some_and(|r| r.pin == Some(pending.target) && r.placement == Some(pending.placement));
+        if arrived && router.view.worker(pending.target.worker).takes_turns() {
+            // The move's own answer came first.
+            self.give_up(router, then);
+            self.probe_owner(router, pending.target, now);
+        } else {
+            self.go_on(router, then, now);
         }
     }
 
@@ -164,10 +159,11 @@ impl Dispatch {
         }
     }
 
-    /// What was held back is not done.
-    pub(super) fn drop_grant<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then) {
-        if let Then::Grant(reseed) = then {
-            self.drop_run(router, reseed.run);
+    /// What was held back is not done: a worker that was to be asked was not, a grant is given back.
+    pub(super) fn give_up<S: SessionStore>(&mut self, router: &mut Router<S>, then: Then) {
+        match then {
+            Then::Probe { worker, .. } => self.tried.retain(|w| *w != worker),
+            Then::Grant(reseed) => self.drop_run(router, reseed.run),
         }
     }
 
@@ -206,7 +202,10 @@ impl Dispatch {
         }
         let owner = record.pin;
         match owner.filter(|at| at.worker != worker && router.view.worker(at.worker).takes_turns()) {
-            Some(at) => self.probe_owner(router, at, now),
+            Some(at) => {
+                self.sent_by = Some(worker);
+                self.probe_owner(router, at, now);
+            }
             // MIG-2: its copy serves as replica under a new placement.
             None => self.probe(router, worker, via, now),
         }
@@ -233,7 +232,10 @@ impl Dispatch {
             }
             record.placement = higher(record.placement, heard);
         }
-        if was_owner && self.ask(router) {
+        if let Some(from) = self.sent_by.take().filter(|_| was_owner) {
+            // MIG-2: it says that it is no owner; who sent us here keeps a copy.
+            self.probe(router, from, None, now);
+        } else if was_owner && self.ask(router) {
             self.tried.retain(|w| *w != worker);
         } else {
             self.probe(router, worker, via, now);

@@ -8,27 +8,24 @@
 mod api;
 mod arbitrate;
 mod execution;
+mod probe;
 mod reseed;
 
 use std::{collections::VecDeque, time::Duration};
 
 use super::{
     Router,
-    reject::{Meaning, meaning},
     resident::{Resident, higher},
-    session::{Record, SessionStore},
+    session::{Pending, Record, SessionStore},
     view::{At, Ticket, WorkerIndex},
 };
 use crate::{
-    id::{Epoch, Placement, RequestKey, ReservationId, RouterId, SessionId},
+    id::{Placement, RequestKey, ReservationId, RouterId, SessionId},
     time::Now,
-    wire::{
-        admit::{AdmitAnswer, AdmitRequest, Mode, MovedTo, Via},
-        info::{Role, Standing},
-        reason::Reason,
-    },
+    wire::{admit::Via, info::Role, reason::Reason},
 };
 use arbitrate::Then;
+use probe::Facts;
 use reseed::{Kv, Reseed};
 
 pub use api::*;
@@ -51,6 +48,8 @@ pub struct Dispatch {
     asked_why: Vec<WorkerIndex>,
     /// Workers that have said where the session went, believed once each (MIG-1).
     redirected: Vec<WorkerIndex>,
+    /// The worker whose word led to the one that is asked now.
+    sent_by: Option<WorkerIndex>,
     /// The workers were asked who holds the session (ROUTE-9), at most once.
     asked_all: bool,
     /// Workers asked again with the append prefilled elsewhere, once each (DISP-6).
@@ -82,10 +81,12 @@ enum State {
     /// The pending target of a move is asked first (MIG-2).
     Arbitrating {
         then: Then,
+        pending: Pending,
     },
     /// It did not answer, and is waited out.
     WaitingOut {
         then: Then,
+        pending: Pending,
     },
     Probing {
         worker: WorkerIndex,
@@ -127,15 +128,6 @@ struct Grant {
     key: RequestKey,
 }
 
-/// What a refusal tells besides its reason.
-#[derive(Debug, Default)]
-struct Facts {
-    epoch: Option<Epoch>,
-    moved: Option<MovedTo>,
-    /// Tokens that the worker holds or, by the router's estimate, held.
-    tokens: u32,
-}
-
 /// The first pause while a session is busy; doubled up to [`PAUSE_MAX`].
 const PAUSE: Duration = Duration::from_millis(2);
 const PAUSE_MAX: Duration = Duration::from_millis(64);
@@ -154,6 +146,7 @@ impl Dispatch {
             corrected: Vec::new(),
             asked_why: Vec::new(),
             redirected: Vec::new(),
+            sent_by: None,
             asked_all: false,
             via_prefill: Vec::new(),
             opened: false,
@@ -212,7 +205,7 @@ impl Dispatch {
                 }
             }
             State::Pausing { worker, via } => self.probe(router, worker, via, now),
-            State::WaitingOut { then } => self.waited_out(router, then, now),
+            State::WaitingOut { then, pending } => self.settled(router, then, &pending, now),
             state => self.state = state,
         }
     }
@@ -234,11 +227,16 @@ impl Dispatch {
                 Event::Answer(answer),
             ) => self.answered(router, (worker, via, sent, backup), *answer, now),
             (State::Probing { worker, .. }, Event::Unreachable) => self.unreachable(router, worker, now),
-            (State::Arbitrating { then }, Event::Withdrawn(answer)) => self.withdrawn(router, then, answer, now),
-            (State::Arbitrating { then }, Event::WithdrawRefused(reason)) => {
-                self.withdraw_refused(router, then, reason, now);
+            (State::Arbitrating { then, pending }, Event::Withdrawn(answer)) => {
+                self.withdrawn(router, then, &pending, answer, now);
             }
-            (State::Arbitrating { then }, Event::Unreachable) => self.target_lost(router, then, now),
+            (State::Arbitrating { then, pending }, Event::WithdrawRefused(reason)) => {
+                self.withdraw_refused(router, then, pending, reason, now);
+            }
+            (State::Arbitrating { then, pending }, Event::Unreachable) => {
+                router.view.lost(pending.target.worker);
+                self.wait_out(router, then, pending, now);
+            }
             (State::Locating { reseed }, Event::Located(found)) => self.located(router, reseed, &found, now),
             (State::Importing { reseed, kv }, Event::Imported) => self.imported(router, reseed, kv, now),
             (State::Importing { reseed, kv }, Event::ImportFailed(reason)) => {
@@ -353,242 +351,12 @@ impl Dispatch {
         self.next(router, now);
     }
 
-    /// The next probe, or what is left when there is none.
-    fn next<S: SessionStore>(&mut self, router: &mut Router<S>, now: Now) {
-        let record = self.turn.session.as_ref().and_then(|s| router.sessions.peek(s));
-        let input = self.turn.input_tokens;
-        let choice = router.config.policy.choose(&router.view, record, &self.tried, input);
-        let Some(worker) = choice.filter(|_| self.probes_left > 0) else {
-            let refused_everywhere = self.only_too_large && !self.trace.chain.is_empty();
-            if choice.is_none() && refused_everywhere {
-                self.refuse(router, Reason::TooLarge, now);
-            } else {
-                self.fallback(router, now);
-            }
-            return;
-        };
-        router.view.assign(worker);
-        let at = router.view.at(worker);
-        let resident = record.map_or(0, |r| r.resident(at));
-        let pinned = record.is_some_and(|r| r.pin == Some(at));
-        let small = input.saturating_sub(resident) <= router.config.max_uncached_tokens;
-        if !router.config.admit_direct && pinned && resident > 0 && small && self.tried.is_empty() {
-            let placement = record.and_then(|r| r.placement);
-            let run = Run {
-                worker,
-                ticket: router.view.enter(worker),
-                mode: ExecutionMode::Direct,
-                grant: None,
-                placement,
-                prefilled: None,
-                backup: None,
-            };
-            self.tried.push(worker);
-            self.run(router, run, now);
-            return;
-        }
-        self.tried.push(worker);
-        self.probe(router, worker, None, now);
-    }
-
-    fn probe<S: SessionStore>(&mut self, router: &mut Router<S>, worker: WorkerIndex, via: Option<Via>, now: Now) {
-        let Some(session) = self.turn.session.clone() else {
-            return;
-        };
-        let record = router.sessions.peek(&session);
-        let resident = record.map_or(0, |r| r.resident(router.view.at(worker)));
-        let held = record.and_then(|r| r.placement);
-        // Whoever else holds the session holds it under an older number: a turn there is a move (MIG-3).
-        let holder = record.is_some_and(|r| r.pin == Some(router.view.at(worker)));
-        let direct = resident > 0 && via.is_none() && held.is_some() && holder;
-        if !direct && self.needs_target_first(router) {
-            self.ask_target(router, Then::Probe { worker, via }, now);
-            return;
-        }
-        let record = router.sessions.peek(&session);
-        // SES-4: a seed or reseed takes a number before its import. One that was refused is used for the next probe.
-        let above = record.and_then(Record::above);
-        let sent = match direct {
-            true => held,
-            false => Some(*self.taken.get_or_insert_with(|| router.store.take(&session, above))),
-        };
-        let replica = record.and_then(|r| r.replica);
-        let backup = Some(()).filter(|()| router.config.sync);
-        let backup = backup.and_then(|()| router.view.backup(replica, worker));
-        self.attempt += 1;
-        self.trace.probes += 1;
-        let request = AdmitRequest {
-            turn: record.map_or(0, |r| r.turns),
-            input_tokens: self.turn.input_tokens,
-            append_tokens: self.turn.input_tokens.saturating_sub(resident),
-            max_new_tokens: self.turn.max_new_tokens,
-            estimated: self.turn.estimated,
-            via,
-            placement: sent,
-            incarnation: router.view.worker(worker).incarnation(),
-            backup: backup.and_then(|p| router.view.worker(p).as_peer()),
-            key: self.key(),
-            session_id: session,
-        };
-        self.placing(router, !direct);
-        self.state = State::Probing {
-            worker,
-            via,
-            sent,
-            backup: backup.map(|p| router.view.at(p)),
-        };
-        self.effects.push_back(Effect::Probe {
-            worker,
-            request: Box::new(request),
-        });
-    }
-
-    fn answered<S: SessionStore>(
-        &mut self,
-        router: &mut Router<S>,
-        (worker, via, sent, backup): (WorkerIndex, Option<Via>, Option<Placement>, Option<At>),
-        answer: AdmitAnswer,
-        now: Now,
-    ) {
-        router.view.incarnation_is(worker, answer.incarnation);
-        router.view.load_is(worker, answer.load);
-        let believed = self.cut(router, worker, answer.resident_tokens);
-        let mode = answer.mode.filter(|_| answer.can_admit);
-        let Some(mode) = mode else {
-            let facts = Facts {
-                epoch: answer.epoch,
-                moved: answer.moved,
-                tokens: believed.max(answer.resident_tokens),
-            };
-            self.refused(
-                router,
-                worker,
-                via,
-                answer.reason.unwrap_or(Reason::Internal),
-                facts,
-                now,
-            );
-            return;
-        };
-        let run = Run {
-            worker,
-            ticket: router.view.enter(worker),
-            mode: mode.into(),
-            grant: Some(Grant {
-                reservation: answer.reservation,
-                key: self.key(),
-            }),
-            placement: answer.epoch.map(|e| e.placement).or(sent),
-            prefilled: None,
-            backup,
-        };
-        match mode {
-            Mode::Direct => {
-                // A granted number is never offered to another worker.
-                self.taken = self.taken.take().filter(|taken| Some(*taken) != sent);
-                self.offered(router, run.placement);
-                self.run(router, run, now);
-            }
-            Mode::Seed | Mode::Reseed => {
-                let own = Resident {
-                    worker,
-                    tokens: answer.resident_tokens,
-                    epoch: answer.epoch,
-                    standing: Standing::Owner,
-                    moved: None,
-                };
-                self.reseed(router, Box::new(Reseed::new(run, sent, own)), now);
-            }
-        }
-    }
-
-    /// DISP-4, DISP-6.
-    fn refused<S: SessionStore>(
-        &mut self,
-        router: &mut Router<S>,
-        worker: WorkerIndex,
-        via: Option<Via>,
-        reason: Reason,
-        facts: Facts,
-        now: Now,
-    ) {
-        let means = meaning(reason);
-        if means != Meaning::Busy || self.trace.chain.last() != Some(&reason) {
-            self.trace.chain.push(reason);
-        }
-        self.only_too_large &= means == Meaning::TooLarge;
-        let first_correction = !self.corrected.contains(&worker);
-        if router.config.count_all_rejects || means == Meaning::Pressure {
-            self.count(router, worker);
-        }
-        match means {
-            Meaning::Busy => self.wait(router, State::Pausing { worker, via }, now),
-            Meaning::LargeAppend if !self.via_prefill.contains(&worker) => {
-                self.via_prefill.push(worker);
-                self.probe(router, worker, Some(Via::Prefill), now);
-            }
-            Meaning::Moved => self.follow(router, worker, via, facts, now),
-            Meaning::Outdated if first_correction => {
-                self.corrected.push(worker);
-                self.outdated(router, worker, via, facts.epoch, now);
-            }
-            Meaning::Restarted if first_correction => {
-                self.corrected.push(worker);
-                self.probe(router, worker, via, now);
-            }
-            Meaning::Draining => {
-                router.view.draining(worker);
-                self.next(router, now);
-            }
-            Meaning::Pressure => {
-                self.probes_left = self.probes_left.saturating_sub(1);
-                self.next(router, now);
-            }
-            Meaning::TooLarge | Meaning::LargeAppend | Meaning::Outdated | Meaning::Restarted | Meaning::Elsewhere => {
-                self.next(router, now)
-            }
-        }
-    }
-
-    fn turn_refused<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run, reason: Reason, now: Now) {
-        router.view.leave(run.ticket);
-        if run.mode == ExecutionMode::Fallback {
-            self.trace.chain.push(reason);
-            self.failed.push(run.worker);
-            self.after_failure(router, reason, now);
-        } else {
-            // What was asked via prefill is asked so again: else its size would drive it away without a counted reject (INV-3).
-            let via = self.via_prefill.contains(&run.worker).then_some(Via::Prefill);
-            let unexplained = matches!(meaning(reason), Meaning::Moved | Meaning::Outdated);
-            if unexplained && !self.asked_why.contains(&run.worker) {
-                // The engine's refusal says neither where the session went nor what is held: the question does.
-                self.asked_why.push(run.worker);
-                self.trace.chain.push(reason);
-                self.only_too_large = false;
-                self.probe(router, run.worker, via, now);
-                return;
-            }
-            self.refused(router, run.worker, via, reason, Facts::default(), now);
-        }
-    }
-
-    fn unreachable<S: SessionStore>(&mut self, router: &mut Router<S>, worker: WorkerIndex, now: Now) {
-        router.view.lost(worker);
-        self.trace.chain.push(Reason::PeerUnreachable);
-        self.only_too_large = false;
-        // It may have granted before the answer was lost, and the number with it.
-        let taken = self.taken.take();
-        self.offered(router, taken);
-        self.release_at(worker, self.key());
-        self.next(router, now);
-    }
-
     /// The client went away: nothing stays charged for it (F14).
     fn gone<S: SessionStore>(&mut self, router: &mut Router<S>, state: State, now: Now) {
         self.effects.clear();
         match state {
             State::Probing { worker, .. } => self.release_at(worker, self.key()),
-            State::Arbitrating { then } | State::WaitingOut { then } => self.drop_grant(router, then),
+            State::Arbitrating { then, .. } | State::WaitingOut { then, .. } => self.give_up(router, then),
             State::Locating { reseed } => self.drop_run(router, reseed.run),
             State::Importing { reseed, kv } => {
                 if let Kv::Prefilled { ticket, .. } = kv {

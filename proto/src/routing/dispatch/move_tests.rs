@@ -2,13 +2,16 @@
 
 use super::{tests::*, *};
 use crate::{
-    id::{Incarnation, StoreId},
+    id::{Epoch, Incarnation, StoreId},
     routing::{
         Move, MoveEffect, MoveEvent, MoveOutcome, RouterConfig,
         testing::{D0, D1, D2, admits, info, refuses},
         view::Health,
     },
-    wire::admit::{ImportAnswer, PeerRef, WithdrawAnswer},
+    wire::{
+        admit::{ImportAnswer, Mode, MovedTo, PeerRef, WithdrawAnswer},
+        info::Standing,
+    },
 };
 
 fn placement(n: u64) -> Placement {
@@ -132,6 +135,21 @@ fn a_session_moved_to_a_dead_process_goes_on_from_the_sources_copy() {
             (Some(D0), Some(placement(6)))
         );
     }
+}
+
+#[test]
+fn a_target_that_says_it_is_no_owner_sends_the_turn_back_to_the_sources_copy() {
+    // MIG-2: the source granted, the target had given up.
+    let mut r = seeded();
+    let mut d = start(&mut r, 1100);
+    probe(&mut d);
+    say(&mut d, &mut r, moved(D0, D1, 5));
+    assert_eq!(probe(&mut d).0, D1);
+    let mut stale = refuses(D1, Reason::StaleEpoch, 0);
+    stale.epoch = Some(epoch(5));
+    say(&mut d, &mut r, answer(stale));
+    let (w, request) = probe(&mut d);
+    assert_eq!((w, request.placement), (D0, Some(placement(6))));
 }
 
 #[test]

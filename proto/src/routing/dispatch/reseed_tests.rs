@@ -2,13 +2,13 @@
 
 use super::{tests::*, *};
 use crate::{
-    id::{Incarnation, StoreId},
+    id::{Epoch, Incarnation, StoreId},
     routing::{
         RouterConfig,
         testing::{D0, D1, D2, admits, refuses},
     },
     wire::{
-        admit::{ImportRequest, PeerRef, Source},
+        admit::{ImportRequest, Mode, PeerRef, Source},
         info::Standing,
     },
 };
@@ -259,7 +259,11 @@ fn a_large_append_refreshes_the_prefill_worker_from_the_resident_worker() {
     );
     let prefill = hand_over(&mut d).prefill.expect("somebody prefills");
     let refresh = prefill.refresh.expect("ten tokens behind");
-    assert_eq!((refresh.incarnation, refresh.placement), (Incarnation(2), placement(1)));
+    assert_eq!(
+        (refresh.incarnation, Some(refresh.placement)),
+        (Incarnation(2), again.placement),
+        "D1 was admitted under the new number"
+    );
 }
 
 #[test]

@@ -2,13 +2,16 @@
 
 use super::*;
 use crate::{
-    id::{Incarnation, StoreId},
+    id::{Epoch, Incarnation, StoreId},
     routing::{
         MemoryStore, RouterConfig,
         testing::{D0, D1, D2, admits, info, refuses, view},
         view::Health,
     },
-    wire::info::{Role, Standing},
+    wire::{
+        admit::{AdmitAnswer, AdmitRequest, Mode},
+        info::Standing,
+    },
 };
 
 pub(super) type TestRouter = Router<MemoryStore>;

@@ -305,3 +305,10 @@ fn owner(found: &[Resident]) -> Result<Resident, CannotMove> {
         None => Err(CannotMove::NotOwned),
     }
 }
+
+#[cfg(test)]
+mod explore;
+#[cfg(test)]
+mod naive;
+#[cfg(test)]
+mod tests;
