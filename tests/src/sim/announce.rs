@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use kvc_proto::{
-    id::SessionId,
+    id::{Placement, SessionId},
     wire::{
         admit::PeerRef,
         reason::{Reason, Refusal},
@@ -29,6 +29,8 @@ pub struct Outbox {
     calls: BTreeMap<CallId, SessionId>,
     /// The last announcement of each session: to whom, what was committed, and whether the backup has taken it.
     pub told: BTreeMap<SessionId, Told>,
+    /// The last announcement of each session that came in: placement, rewind, committed tokens.
+    heard: BTreeMap<SessionId, (u64, u32, u32)>,
 }
 
 /// See [`Outbox::told`].
@@ -36,6 +38,8 @@ pub struct Outbox {
 pub struct Told {
     /// To whom.
     pub to: PeerRef,
+    /// Under which placement.
+    pub placement: Placement,
     /// What was committed, if the simulation knows.
     pub held: Held,
     /// The backup has answered.
@@ -62,6 +66,7 @@ impl Process {
         });
         let told = Told {
             to: to.clone(),
+            placement: announcement.epoch.placement,
             held: self.committing.filter(|(n, _)| *n == announcement.committed),
             taken: false,
         };
@@ -159,8 +164,13 @@ impl Process {
                     before.as_ref(),
                     Some(announcement.epoch.placement),
                 );
-                // Until the pull is over, well or not, nothing is known.
-                self.unsynced.remove(&announcement.session);
+                // Until the pull is over, well or not, nothing is known; older news is no news.
+                let epoch = announcement.epoch;
+                let news = (epoch.placement.n, epoch.rewind, announcement.committed);
+                let last = self.outbox.heard.insert(announcement.session.clone(), news);
+                if last.is_none_or(|last| last < news) {
+                    self.unsynced.remove(&announcement.session);
+                }
                 Reply::Fine
             }
             Err(why) => Reply::No(why),

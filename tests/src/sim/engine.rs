@@ -152,6 +152,9 @@ impl Process {
                         format!("a second turn of {} was accepted", tag.session)
                     });
                     self.placed(&tag.session, before.as_ref(), tag.placement);
+                    // A turn of its own, or a prefill that may come late: until the next announcement this copy is
+                    // nobody's replica.
+                    self.unsynced.insert(tag.session.clone());
                     let len = ask.prompt.len() as u32;
                     let common = match self.w.match_turn(id, len) {
                         Matched::Tree => 0,

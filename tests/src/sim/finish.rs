@@ -55,6 +55,7 @@ impl World {
             let told: Vec<_> = owned
                 .filter_map(|s| Some((owner.outbox.told.get(&s.session_id)?.clone(), s)))
                 .filter(|(told, s)| told.taken && s.backup.as_ref() == Some(&told.to))
+                .filter(|(told, s)| s.epoch.is_some_and(|e| e.placement == told.placement))
                 .collect();
             for (told, session) in told {
                 let name = session.session_id;

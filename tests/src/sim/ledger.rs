@@ -89,10 +89,6 @@ impl Process {
         if let Some(session) = &request.session {
             let history = request.truth[..request.row.len()].to_vec();
             self.histories.insert(session.clone(), history);
-            if request.placement.is_none() {
-                // A client without router, or a prefill that may come late: until the next announcement this copy is nobody's replica.
-                self.unsynced.insert(session.clone());
-            }
             if let Some(placement) = request.placement {
                 self.push(Out::Holds(session.clone(), placement));
             }

@@ -42,7 +42,12 @@ impl Owners {
         let before = self.owned.get(&node);
         for (session, n) in &owned {
             let new = before.is_none_or(|b| b.get(session) != Some(n));
-            let granted = self.granted.get(&(session.clone(), *n)).copied().filter(|_| new);
+            // Once it owns the session that word has done its work.
+            let granted = if new {
+                self.granted.remove(&(session.clone(), *n))
+            } else {
+                None
+            };
             // A thousandth for the clock's drift.
             let late = granted.filter(|at| now > at + deadline + deadline / 100 + 1);
             watch.check(late.is_none(), Oracle::LateOwner, || {
