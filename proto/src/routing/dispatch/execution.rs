@@ -36,6 +36,7 @@ impl Dispatch {
             return;
         };
         router.view.assign(worker);
+        self.trace.source = None;
         let run = Run {
             worker,
             ticket: router.view.enter(worker),

@@ -98,6 +98,7 @@ impl Dispatch {
         let backup = backup.and_then(|()| router.view.backup(replica, worker));
         self.attempt += 1;
         self.trace.probes += 1;
+        self.trace.source = None;
         let request = AdmitRequest {
             turn: record.map_or(0, |r| r.turns),
             input_tokens: self.turn.input_tokens,

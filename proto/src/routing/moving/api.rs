@@ -95,7 +95,7 @@ pub enum CannotMove {
     /// Its owner holds no committed KV: the next turn is reseeded anyhow.
     #[error("its owner holds no committed KV of the session")]
     NotResident,
-    /// The owner's placement is older than what this router knows.
+    /// Who calls itself the owner has lost the session to another worker, which answers.
     #[error("whoever calls itself its owner lost it to placement {}", known.n)]
     Superseded {
         /// The placement known.

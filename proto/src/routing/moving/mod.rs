@@ -87,7 +87,12 @@ impl Move {
             return Err(CannotMove::Placing);
         }
         let owned = owner.epoch.map(|e| e.placement);
-        let known = record.and_then(|r| r.placement);
+        // Lost to somebody who is gone, its copy may be the last one: it is moved, under a number above.
+        let present = |at: &At| router.view.is_present(*at) && router.view.worker(at.worker).answers();
+        let elsewhere = record
+            .and_then(|r| r.pin)
+            .filter(|at| at.worker != owner.worker && present(at));
+        let known = record.and_then(|r| r.placement).filter(|_| elsewhere.is_some());
         if let Some(known) = known.filter(|k| owned.is_none_or(|owned| owned.n < k.n)) {
             return Err(CannotMove::Superseded { known });
         }

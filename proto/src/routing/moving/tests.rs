@@ -130,7 +130,7 @@ fn a_move_takes_a_number_and_asks_the_target_to_import_from_the_owner() {
 
 #[test]
 fn a_move_that_cannot_begin_changes_nothing() {
-    let mut r = router(&[Role::Decode, Role::Decode, Role::Prefill]);
+    let mut r = router(&[Role::Decode, Role::Decode, Role::Prefill, Role::Decode]);
     let owner = held(D0, Standing::Owner, 30);
     let evicted = Resident { tokens: 0, ..owner };
     let gone = Resident {
@@ -157,8 +157,14 @@ fn a_move_that_cannot_begin_changes_nothing() {
     let record = r.sessions.record_mut(&s()).expect("opened");
     record.lives_at(d1, placement(40), 10);
     let known = placement(40);
-    assert_eq!(refused(&mut r), CannotMove::Superseded { known });
+    let refused = Move::start(&mut r, s(), &[owner], WorkerIndex(3), T).map(|_| ());
+    assert_eq!(refused, Err(CannotMove::Superseded { known }));
     assert_eq!(r.sessions.pending().count(), 0);
+
+    // The other one is gone: this copy is the best there is.
+    r.view.lost(D1);
+    let mut mv = Move::start(&mut r, s(), &[owner], WorkerIndex(3), T).expect("a target");
+    assert_eq!(import(&mut mv).placement.n, 41);
 }
 
 #[test]
