@@ -20,6 +20,9 @@ pub struct Session {
     pub id: SessionId,
     /// Where it lives, if a router said so (SES-4).
     pub placement: Option<Placement>,
+    /// Under which placement its last turn arrived here: a copy that only came with that number is not what a seed waits
+    /// for (DISP-3).
+    pub arrived: Option<Placement>,
     /// How often its history was cut under that placement (OWN-7); of a replica: the owner's number.
     pub rewind: u32,
     /// What this worker is to it.
@@ -152,6 +155,7 @@ impl Session {
         Session {
             id,
             placement: None,
+            arrived: None,
             rewind: 0,
             standing: Standing::Owner,
             floor: None,

@@ -77,6 +77,7 @@ impl Worker {
         self.touch(key, now);
         let session = &mut self.sessions[key];
         session.state = SessionState::Waiting(id);
+        session.arrived = arrival.placement.or(session.arrived);
         if prefill_only {
             self.keep_for(key, arrival.placement);
         } else {

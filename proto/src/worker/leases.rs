@@ -39,9 +39,9 @@ impl Worker {
             (LeaseKind::Follow, None) => return Ok(LeaseAnswer::Wait),
             (LeaseKind::Follow, Some(key)) => {
                 self.check_placement(Some(key), Some(request.placement))?;
-                // The placement is not here yet: its turn may still be on its way (DISP-3).
+                // Its turn may still be on its way (DISP-3); a replica refreshed under the number is not what it leaves.
                 if self.sessions[key]
-                    .placement
+                    .arrived
                     .is_none_or(|held| is_stale(request.placement, held))
                 {
                     return Ok(LeaseAnswer::Wait);

@@ -270,6 +270,9 @@ impl Worker {
         }
         self.forgotten.append(&mut frees.prefixes);
         self.end_turn(key, turn, now);
+        if self.sessions.get(key).is_some_and(|s| s.doomed && s.copy.is_none()) {
+            self.forget_closed(key);
+        }
     }
 
     /// A retracted turn was uncharged (ADM-7); it is charged again when it runs again. The engine decides that, so it

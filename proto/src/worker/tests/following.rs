@@ -204,6 +204,34 @@ fn a_pull_gives_way_to_a_turn_and_to_imports_that_serve() {
     assert_eq!(peers.view(0, 5).committed, committed(&other), "afterwards it is");
 }
 
+/// DISP-3, SYNC-2: a refresh under the granted number is not the prefill that a seed follows.
+#[test]
+fn a_seed_waits_for_the_prefill_behind_a_refresh() {
+    let (mut peers, history) = seeded(4);
+    let history = peers.turn(1, 0, &more(&history, 2, 10), 1, None);
+    peers.at[1].said.clear(); // the backup is behind
+    let prompt = more(&history, 3, 30);
+    peers.admit(1, 0, prompt.len(), 2, None);
+    peers.import(0, 0, 1, Source::Replica, 2, None).unwrap();
+    peers.settle();
+    let follow = LeaseRequest {
+        session: name(0),
+        placement: placed(2).unwrap(),
+        incarnation: super::peers::peer(0).incarnation,
+        kind: LeaseKind::Follow,
+        have: None,
+    };
+    let now = peers.at[0].now;
+    assert_eq!(peers.at[0].w.lease(&follow, now), Ok(LeaseAnswer::Wait));
+    let mut arrival = super::engine::Engine::arrival(0, super::engine::identity(0), prompt.clone(), 0);
+    arrival.placement = placed(2);
+    peers.at[0].arrive(0, arrival, prompt.clone()).unwrap();
+    let Ok(LeaseAnswer::Granted(grant)) = peers.at[0].w.lease(&follow, now) else {
+        panic!("granted");
+    };
+    assert_eq!(grant.tokens[..], prompt[..]);
+}
+
 /// SYNC-3: also when nothing but the news was known of it.
 #[test]
 fn a_turn_of_a_session_known_by_news_only_is_served() {

@@ -332,7 +332,8 @@ fn a_seed_is_charged_from_grant_to_finish() {
 #[test]
 fn service_calls_leave_the_engines_numbers_alone() {
     let mut e = Engine::new(config(1000, 1));
-    e.turn(0, &tokens(1, 100), 50);
+    let id = routed(&mut e, 0, &tokens(1, 100), 50, None).unwrap();
+    e.finish(id, 50);
     let numbers = (e.w.evictable(), e.w.held());
     let steps: [fn(&mut Engine); 3] = [
         |e| assert!(e.w.admit(&ask(0, 160, 1), e.now).can_admit),
