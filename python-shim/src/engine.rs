@@ -313,6 +313,7 @@ impl Engine {
             ("syncs", counters.syncs),
             ("handed_over", counters.handed_over),
             ("taken_over", counters.taken_over),
+            ("superseded_turns", counters.superseded_turns),
         ] {
             out.set_item(name, count)?;
         }

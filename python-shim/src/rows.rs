@@ -29,7 +29,7 @@ impl Rows {
             )));
         };
         let address: usize = tensor.call_method0("data_ptr")?.extract()?;
-        if address % align_of::<i32>() != 0 || (address == 0 && rows * columns > 0) {
+        if !address.is_multiple_of(align_of::<i32>()) || (address == 0 && rows * columns > 0) {
             return Err(PyValueError::new_err(format!("no int32 tensor lies at {address:#x}")));
         }
         Ok(Self {

@@ -115,8 +115,8 @@ def wait_for(condition, deadline_s: float = 20.0) -> None:
 
 
 def test_sigterm_drains_first_and_the_engine_stays_healthy_meanwhile(stopping):
-    """MIG-4: the turn that runs is finished, new sessions are refused, and when the last one that a router placed here has
-    gone the engine ends."""
+    """MIG-4: the turn that runs is finished, new sessions are refused, and when the last session that a router placed
+    here has gone the engine ends."""
     history, placed = ids(7, 200), tag("owned", placement={"n": 1, "store": STORE_ID})
     with ThreadPoolExecutor(1) as pool:
         turn = pool.submit(stopping.generate, history, n=300, headers=placed)

@@ -156,18 +156,13 @@ class Hooks:
                 cache.carry_out(command)
 
     def _abort(self, turn_id: int) -> None:
-        """SES-4: the session lives elsewhere now. The turn ends as when its client goes away, with the reason as its end."""
+        """SES-4: the session lives elsewhere now. The turn ends as if its client had gone; that is told why."""
         cache, scheduler = self.cache, self.scheduler
-        of_turn = (
-            req for req in (*cache.pending, *cache.running) if req.kvc is not None and req.kvc.turn.id == turn_id
-        )
-        req = next(of_turn, None)
+        turns = (*cache.pending, *cache.running)
+        req = next((req for req in turns if req.kvc is not None and req.kvc.turn.id == turn_id), None)
         if req is None or req.finished():
             return
-        session = req.kvc.sid
-        reason = _finish(
-            Refused("stale-epoch", f"session {session!r} was granted elsewhere while this turn was under way")
-        )
+        reason = _finish(Refused("stale-epoch", f"session {req.kvc.sid!r} was granted elsewhere during this turn"))
         if req in cache.pending and req in scheduler.waiting_queue:
             scheduler.waiting_queue.remove(req)
             cache.leave(req)
@@ -176,6 +171,10 @@ class Hooks:
         if req in cache.pending:
             # Its grammar is being compiled: it still passes through one short prefill.
             scheduler.grammar_manager.abort_requests(AbortReq(rid=req.rid))
+        elif req is scheduler.chunked_req and not (req.return_logprob or req.multimodal_inputs or req.kvc.opened):
+            # The engine computes an aborted prefill to its end, and the reseed elsewhere waits for this turn: the next
+            # chunk, of one token, is the last.
+            req.origin_input_ids = req.origin_input_ids[: len(req.fill_ids) + 1]
         req.to_finish = reason
 
     def _promised(self) -> int:
