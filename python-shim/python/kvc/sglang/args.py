@@ -40,7 +40,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="rust: the largest append to a resident session that is computed here.",
     )
-    parser.add_argument("--kvc-config", metavar="FILE", help="rust: TOML file with the module's settings.")
+    parser.add_argument(
+        "--kvc-config",
+        metavar="FILE",
+        help="rust: TOML file with the module's settings; each is also an environment variable, KVC_<NAME>.",
+    )
     parser.add_argument("--kvc-role", choices=["prefill", "decode", "both"], help="rust: what this worker is for.")
     parser.add_argument("--kvc-listen", metavar="IP:PORT", help="rust: the module's HTTP listener.")
     parser.add_argument("--kvc-peer-listen", metavar="IP:PORT", help="rust: the module's peer control plane.")
