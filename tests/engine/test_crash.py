@@ -155,7 +155,8 @@ def test_a_frozen_worker_learns_from_its_first_message(cluster, talk):
         until(lambda: holder.view(chat.sid)["standing"] == "replica", 30)
     finally:
         holder.process.signal(signal.SIGCONT)
-    until(lambda: holder.view(chat.sid)["state"] not in ("running", "admitted"))
+    until(lambda: holder.view(chat.sid)["state"] == "idle")
+    assert holder.view(chat.sid)["committed"] == len(prompt) + 299  # the turn came to its end, for nobody
     assert other.view(chat.sid)["standing"] == "owner"
     asked = dict(n=2, headers={"x-kvc-turn": f"s={chat.sid};p={placement['n']}.{placement['store']}"})
     with pytest.raises(HttpError) as refused:

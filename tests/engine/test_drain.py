@@ -82,8 +82,8 @@ def test_both_workers_are_drained_and_restarted_under_load(cluster, talks):
             answer = worker.drain(30000)
             assert answer["drained"] and answer["owned"] == answer["turns"] == 0, answer
             assert not owned(worker)
-            assert {t.sid for t in talks} <= set(owned(other))
             load.settle(1)
+            assert {t.sid for t in talks} <= set(owned(other))
             assert cluster.router.sees(worker)["health"] == "draining"
             if worker is first:
                 worker.restart()
