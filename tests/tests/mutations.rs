@@ -4,7 +4,10 @@
 //! Not here: `FenceImport`, because the transfer engine fences its reads a second time when an import is over; proto's
 //! own random lives catch it.
 
-use kvc_proto::worker::mutation::{Check, without};
+use kvc_proto::{
+    routing::mutation as routing,
+    worker::mutation::{Check, without},
+};
 use kvc_tests::sim::{Limits, Oracle, Violation, run};
 
 /// Worlds that a mutation may take to be caught.
@@ -22,10 +25,10 @@ fn caught(name: &str, limits: &Limits, oracles: &[Oracle], mutated: impl Fn(u64)
             reset_on_success: true,
             ..*limits
         };
-        assert!(
-            run(seed, &healthy).is_ok(),
-            "world {seed} fails without the mutation too"
-        );
+        if let Err(too) = run(seed, &healthy) {
+            drop(std::panic::take_hook());
+            panic!("{name}: world {seed} ends with {violation}, but without the mutation too: {too}");
+        }
         if oracles.contains(&violation.oracle) {
             let (nth, before) = (seed - FIRST + 1, others.len());
             println!("{name}: caught in world {seed}, the {nth}th (others fired in {before} before): {violation}");
@@ -33,6 +36,7 @@ fn caught(name: &str, limits: &Limits, oracles: &[Oracle], mutated: impl Fn(u64)
         }
         others.push(violation.oracle);
     }
+    drop(std::panic::take_hook());
     panic!("{name}: not caught in {WORLDS} worlds by {oracles:?}; others: {others:?}");
 }
 
@@ -149,4 +153,80 @@ fn reset_on_success() {
     caught("reset_on_success", &limits, &[Oracle::RejectsCleared], |seed| {
         run(seed, &limits).map(drop)
     });
+}
+
+fn router_catches(check: routing::Check, oracles: &[Oracle]) {
+    let limits = Limits::default();
+    caught(&format!("{check:?}"), &limits, oracles, |seed| {
+        routing::without(check, || run(seed, &limits).map(drop))
+    });
+}
+
+#[test]
+fn only_an_equal_copy_is_handed_over_to() {
+    // MIG-1: the single commit decision, its first half
+    catches(Check::HandoverEqual, &[Oracle::WholeHandover]);
+}
+
+#[test]
+fn only_an_idle_session_is_handed_over() {
+    // MIG-1: its second half
+    catches(Check::HandoverIdle, &[Oracle::Superseded, Oracle::WholeHandover]);
+}
+
+#[test]
+fn a_source_decides_once() {
+    // MIG-1: what was handed over answers `moved`
+    catches(
+        Check::MovedRefuses,
+        &[Oracle::OneDecision, Oracle::Placement, Oracle::OneHolder],
+    );
+}
+
+#[test]
+fn an_old_hand_over_answer_counts_as_lost() {
+    // MIG-2
+    catches(Check::HandoverAge, &[Oracle::LateOwner]);
+}
+
+#[test]
+fn what_was_withdrawn_is_never_owned() {
+    // MIG-2
+    catches(Check::WithdrawnForGood, &[Oracle::Withdrawn]);
+}
+
+#[test]
+fn an_older_announcement_is_refused() {
+    // SES-4, SYNC-1
+    catches(Check::AnnounceEpoch, &[Oracle::Placement]);
+}
+
+#[test]
+fn ids_are_left_out_only_where_digests_agree() {
+    // SYNC-1, XFER-3
+    catches(Check::HaveDigest, &[Oracle::TrueKv]);
+}
+
+#[test]
+fn a_replica_runs_no_turn_of_its_owner() {
+    // SES-4, MIG-3
+    catches(
+        Check::ReplicaRefuses,
+        &[Oracle::OneOwnerOfPlacement, Oracle::OneHolder],
+    );
+}
+
+#[test]
+fn the_pending_target_is_asked_first() {
+    // MIG-2
+    router_catches(routing::Check::PendingAskedFirst, &[Oracle::PendingFirst]);
+}
+
+#[test]
+fn every_placement_takes_a_fresh_number() {
+    // SES-4
+    router_catches(
+        routing::Check::FreshNumber,
+        &[Oracle::OneOwnerOfPlacement, Oracle::OneHolder],
+    );
 }

@@ -167,8 +167,9 @@ impl Process {
                 // Until the pull is over, well or not, nothing is known; older news is no news.
                 let epoch = announcement.epoch;
                 let news = (epoch.placement.n, epoch.rewind, announcement.committed);
-                let last = self.outbox.heard.insert(announcement.session.clone(), news);
-                if last.is_none_or(|last| last < news) {
+                let last = self.outbox.heard.entry(announcement.session.clone()).or_default();
+                if *last < news {
+                    *last = news;
                     self.unsynced.remove(&announcement.session);
                 }
                 Reply::Fine

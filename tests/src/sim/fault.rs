@@ -17,6 +17,8 @@ pub enum Aim {
     Crash(NodeId),
     /// One direction carries nothing for this long.
     Cut(NodeId, NodeId, Time),
+    /// One direction takes this much longer, for good.
+    Slow(NodeId, NodeId, Time),
     /// A worker does nothing for this long.
     Freeze(NodeId, Time),
     /// Its engine does nothing for this long; its threads answer.
@@ -41,12 +43,18 @@ impl World {
         let after = self.rng.pick(&[0, 0, travels / 2, travels, 2 * travels + 5_000]);
         let long = if self.rng.chance(300) { 1_200_000 } else { 150_000 };
         let time = self.rng.range(2_000, long);
-        let aim = match self.rng.below(10) {
+        let aim = match self.rng.below(12) {
             0..=2 => Aim::Crash(a),
             3..=5 => Aim::Cut(a, b, time),
             6..=7 => Aim::Freeze(a, time),
             8 => Aim::Stall(a, time),
-            _ => Aim::Leap(a, time),
+            9 => Aim::Leap(a, time),
+            // Answers come, but late: up to twice the hand-over deadline.
+            _ => {
+                let deadline = self.plan.workers[node].handover_deadline.as_micros() as u64;
+                let slow = self.rng.range(1_000, 2 * deadline);
+                Aim::Slow(peer, node, slow)
+            }
         };
         self.note(|| format!("at \"{what}\" of {node} and {peer}: {aim:?} in {after} us"));
         self.at(self.now + after, Event::Aimed(aim));
@@ -67,6 +75,10 @@ impl World {
                 let until = self.now + time;
                 self.note(|| format!("{a} → {b} is cut until {:.3} ms", until as f64 / 1000.0));
                 self.links[a][b].cut_until = until;
+            }
+            Aim::Slow(a, b, time) => {
+                self.note(|| format!("{a} → {b} slows down by {time} us"));
+                self.links[a][b].delay += time;
             }
             Aim::Freeze(node, time) => {
                 let thaw = self.now + time;

@@ -18,7 +18,7 @@ use super::{
     process::{Out, Process},
 };
 
-/// How long the source may take to answer beyond what it waits for the session to become idle.
+/// How long the source may take to answer, or six times that: answers older than the hand-over deadline come in too.
 const ANSWER: u64 = 60_000;
 
 /// A question that is under way.
@@ -44,7 +44,8 @@ impl Process {
             )
         });
         let held = self.held(&session);
-        self.import_call(import, PeerWhat::Handover(request, held), Step::Handover, ANSWER);
+        let within = self.rng.pick(&[ANSWER, 6 * ANSWER]);
+        self.import_call(import, PeerWhat::Handover(request, held), Step::Handover, within);
         self.milestone("asked", peer);
     }
 
