@@ -24,13 +24,25 @@ pub fn opening(first: &[u8]) -> Opening {
     }
 }
 
+/// The first refusal among whole events of a stream.
+pub fn among(events: &[u8]) -> Option<Reason> {
+    if !suspicious(events) {
+        return None;
+    }
+    let mut rest = events;
+    while let Some(end) = memchr::memmem::find(rest, b"\n\n") {
+        if let Some(reason) = typed(&rest[..end]) {
+            return Some(reason);
+        }
+        rest = &rest[end + 2..];
+    }
+    None
+}
+
 /// The reason in an error body or event, if it is one of ours.
 pub fn typed(json: &[u8]) -> Option<Reason> {
     let json = json.strip_prefix(b"data: ").unwrap_or(json);
-    let suspicious = [&b"\"error\""[..], b"\"abort\""]
-        .iter()
-        .any(|w| memchr::memmem::find(json, w).is_some());
-    if !suspicious {
+    if !suspicious(json) {
         return None;
     }
     let mut documents = serde_json::Deserializer::from_slice(json).into_iter::<Form>();
@@ -52,6 +64,11 @@ pub fn typed(json: &[u8]) -> Option<Reason> {
             .flatten()
             .find_map(|m| Reason::parse(m.split_once(": ")?.0))
     })
+}
+
+fn suspicious(json: &[u8]) -> bool {
+    let words = [&b"\"error\""[..], b"\"abort\""];
+    words.iter().any(|w| memchr::memmem::find(json, w).is_some())
 }
 
 /// What a complete answer says it generated; 0 if it does not.
@@ -117,6 +134,11 @@ mod tests {
             assert_eq!(typed(body.as_bytes()), Some(Reason::SessionBusy), "{body}");
             let event = format!("data: {body}\n\ndata: [DONE]\n\n");
             assert_eq!(opening(event.as_bytes()), Opening::Refused(Reason::SessionBusy));
+            let later = format!("data: {{\"text\":\"a\"}}\n\n{event}");
+            assert_eq!(
+                (opening(later.as_bytes()), among(later.as_bytes())),
+                (Opening::Fine, Some(Reason::SessionBusy))
+            );
         }
     }
 

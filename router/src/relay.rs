@@ -14,7 +14,7 @@ use hyper::body::{Body, Frame, Incoming};
 use kvc_proto::{routing::Event, wire::reason::Reason};
 use tokio::time::{Instant, Sleep};
 
-use crate::{answer::Problem, body::BrokenOff, drive::Live, upstream::Exchange};
+use crate::{answer::Problem, body::BrokenOff, drive::Live, refusal, upstream::Exchange};
 
 /// A partial event longer than this is passed on as it is.
 const EVENT_MAX: usize = 1 << 20;
@@ -28,6 +28,8 @@ pub struct Relay {
     /// The beginning of an event whose end has not come: a typed error can follow only whole events.
     held: BytesMut,
     events: bool,
+    /// A worker's typed refusal that came as an event: the turn was ended there (SES-4).
+    refused: Option<Reason>,
     passed: u32,
     patience: Duration,
     idle: Pin<Box<Sleep>>,
@@ -52,6 +54,7 @@ impl Relay {
             first: VecDeque::from([first]),
             held: BytesMut::new(),
             events,
+            refused: None,
             passed: 0,
             patience,
             idle: Box::pin(tokio::time::sleep(patience)),
@@ -106,12 +109,17 @@ impl Relay {
         }
         self.passed = self.passed.saturating_add(ends(&bytes));
         if self.held.is_empty() && bytes.ends_with(b"\n\n") {
+            self.refused = self.refused.or_else(|| refusal::among(&bytes));
             return Some(bytes);
         }
         self.held.extend_from_slice(&bytes);
         let end = memchr::memmem::rfind(&self.held, b"\n\n").map(|i| i + 2);
         match end {
-            Some(end) => Some(self.held.split_to(end).freeze()),
+            Some(end) => {
+                let whole = self.held.split_to(end).freeze();
+                self.refused = self.refused.or_else(|| refusal::among(&whole));
+                Some(whole)
+            }
             None if self.held.len() > EVENT_MAX => Some(self.held.split().freeze()),
             None => None,
         }
@@ -120,9 +128,13 @@ impl Relay {
     fn complete(&mut self) {
         if let Some(mut open) = self.open.take() {
             open.exchange.done();
-            // An event is about a token; the closing ones do not matter for an estimate (ROUTE-8).
-            open.live.event(Event::Completed {
-                output_tokens: self.passed,
+            open.live.event(match self.refused {
+                // The client has the event; a turn that was ended is no success (DISP-8).
+                Some(reason) => Event::Failed(reason),
+                // An event is about a token; the closing ones do not matter for an estimate (ROUTE-8).
+                None => Event::Completed {
+                    output_tokens: self.passed,
+                },
             });
         }
     }

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::{
     World, client, eventually,
-    stub::{Import, Stub, Withdraw, placement},
+    stub::{Generation, Import, Stub, Withdraw, placement},
 };
 
 const BODY: &str = r#"{"input_ids":[1,2,3]}"#;
@@ -344,4 +344,25 @@ async fn a_stale_owner_that_drains_drops_its_copy() {
     })
     .await;
     assert!(d1.seen("/s/import").is_empty());
+}
+
+#[tokio::test]
+async fn a_turn_that_loses_its_session_while_it_streams_is_no_success() {
+    // SES-4, DISP-8: the client gets the worker's own event; the worker's health is not charged.
+    let world = seeded(&[]).await;
+    let d0 = &world.workers[0];
+    let event = r#"{"text":"","meta_info":{"finish_reason":{"type":"abort","message":"stale-epoch: held 7, got 1","status_code":409}}}"#;
+    let events = vec![
+        "data: {\"text\":\"a\"}\n\n".to_owned(),
+        format!("data: {event}\n\n"),
+        "data: [DONE]\n\n".into(),
+    ];
+    for _ in 0..4 {
+        d0.behave().next.push_back(Generation::Events(events.clone()));
+        let reply = client::post(world.address(), "/generate", Some("s"), BODY).await;
+        assert_eq!((reply.status, reply.text()), (200, events.concat().as_str()));
+    }
+    counted(&world, r#"kvc_router_requests_total{mode="direct",outcome="broken"} 4"#).await;
+    assert_eq!(world.router().app().router().view.decoders().count(), 2);
+    world.is_quiet().await;
 }

@@ -15,6 +15,7 @@ use std::{collections::VecDeque, time::Duration};
 
 use super::{
     Router,
+    reject::{Meaning, meaning},
     resident::{Resident, higher},
     session::{Pending, Record, SessionStore},
     view::{At, Ticket, WorkerIndex},
@@ -270,7 +271,10 @@ impl Dispatch {
                 self.failed_early(router, run, reason, now);
             }
             (State::Running { run, first_byte: true }, Event::Failed(reason)) => {
-                router.view.failed(run.worker);
+                // A turn that lost its session to a later placement says nothing about the worker (SES-4).
+                if !matches!(meaning(reason), Meaning::Outdated | Meaning::Moved) {
+                    router.view.failed(run.worker);
+                }
                 self.drop_run(router, run);
                 self.trace.chain.push(reason);
                 self.end(router, Outcome::Broken(reason), now);
