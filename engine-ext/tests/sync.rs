@@ -2,7 +2,7 @@
 
 mod support;
 
-use std::time::Duration;
+use std::{sync::atomic::Ordering, time::Duration};
 
 use kvc_engine_ext::harness::{Start, TestEngine, true_kv};
 use kvc_proto::{wire::admit::ADMIT_PATH, worker::Token};
@@ -229,6 +229,37 @@ fn a_pull_that_nobody_waits_for_gives_way() {
     compare(&mut other, "served", &prompt, reservation, 7);
     followed(&mut p, "s", session.history.len());
     assert!(p.drain() && d.drain() && other.drain());
+}
+
+#[test]
+fn a_sync_reads_little_at_a_time() {
+    // SYNC-1, SYNC-3: one read of at most 1 MiB in flight, however large the session is; a reseed is not held to it.
+    let link = Behind::new();
+    let worker = |mover: Option<std::sync::Arc<Behind>>| {
+        let mut start = Start::new(config(&[]), 16);
+        start.heads = 64;
+        start.mover = mover.map(|m| m as _);
+        TestEngine::start(start).unwrap()
+    };
+    let (mut p, mut d) = (worker(Some(link.clone())), worker(None));
+    let mut session = Session::new("s", 1);
+    session.turn(&mut d, Some(peer(&p)), &tokens(1, 1200));
+    followed(&mut p, "s", 1202);
+    let whole = 1202 * p.arena().layout().token_bytes();
+    assert!(whole > 4 << 20, "{whole} bytes would fill several reads");
+    let largest = link.largest.load(Ordering::SeqCst);
+    assert!(largest <= 1 << 20, "{largest} bytes in one read");
+    assert_eq!(link.most.load(Ordering::SeqCst), 1);
+    // The same pull, waited for.
+    let mut other = Session::new("t", 2);
+    other.turn(&mut d, None, &tokens(2, 1200));
+    let answer = import(&p, "t", &replica_order(2, &d, 20_000));
+    let (status, body) = answered(&mut p, answer);
+    assert_eq!((status, &body["pulled_tokens"]), (200, &json!(1202)), "{body}");
+    assert!(link.largest.load(Ordering::SeqCst) > 1 << 20);
+    compare_replica(&mut p, &session);
+    compare_replica(&mut p, &other);
+    assert!(p.drain() && d.drain());
 }
 
 #[test]

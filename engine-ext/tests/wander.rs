@@ -267,6 +267,7 @@ impl World {
 
 #[test]
 fn sessions_wander_and_no_byte_is_wrong() {
+    let mut from_replica = 0;
     // More of them with `KVC_WANDER=60`; one seed takes about three seconds.
     let more = std::env::var("KVC_WANDER").map_or(0, |n| n.parse().unwrap());
     let more = (1..=more).map(|n: u64| (n * 7919, [[16, 16, 16], [1, 16, 4], [4, 4, 1]][n as usize % 3]));
@@ -278,7 +279,8 @@ fn sessions_wander_and_no_byte_is_wrong() {
         }
         println!("{:?}", world.tally);
         let t = &world.tally;
-        assert!(t.moved > 10 && t.direct > 30 && t.from_replica > 0, "{t:?}");
+        assert!(t.moved > 10 && t.direct > 30, "{t:?}");
+        from_replica += t.from_replica;
         for link in &world.links {
             link.proxy.inject(None);
         }
@@ -290,4 +292,5 @@ fn sessions_wander_and_no_byte_is_wrong() {
             assert!(worker.drain(), "pages leaked");
         }
     }
+    assert!(from_replica > 3, "{from_replica} reseeds found a replica");
 }

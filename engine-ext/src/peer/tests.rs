@@ -4,8 +4,10 @@ use std::sync::mpsc;
 
 use kvc_proto::{
     id::{Placement, StoreId},
+    session::Digest,
     time::Now,
     wire::reason::Reason,
+    worker::Have,
 };
 use kvc_rdma::{Copy, HostRegion, LeaseToken, Mover, MoverError, ReadOptions, RegionKey, Run, TcpConfig, TcpMover};
 use tokio::runtime::Runtime;
@@ -23,6 +25,7 @@ use crate::{
 use super::{
     BEARER, PROTOCOL,
     auth::{Side, Transcript},
+    client::{decided, granted},
     status::refusal,
     wire::{self, peer_client::PeerClient},
 };
@@ -298,6 +301,38 @@ fn nothing_beyond_what_is_committed_is_given() {
         assert_eq!(held(&worker), before, "it owns what it owned");
     });
     assert!(worker.drain());
+}
+
+#[test]
+fn a_grant_that_skips_what_the_importer_lacks_is_none() {
+    // SYNC-1, XFER-3.
+    let reply = |after, tokens: usize, share| wire::LeaseReply {
+        token: vec![7; 32],
+        tokens: vec![1; tokens],
+        after,
+        share,
+        lives_ms: 1000,
+        ..Default::default()
+    };
+    let have = |tokens| {
+        Some(Have {
+            tokens,
+            digest: Digest([0; 16]),
+        })
+    };
+    assert!(granted(reply(0, 4, 4), None).is_some());
+    assert!(granted(reply(5, 4, 9), have(5)).is_some());
+    for (reply, have) in [
+        (reply(5, 4, 0), None),
+        (reply(5, 4, 0), have(4)),
+        (reply(5, 4, 10), have(5)),
+        (reply(u32::MAX, 4, 0), have(u32::MAX)),
+    ] {
+        assert!(granted(reply.clone(), have).is_none(), "{reply:?} {have:?}");
+    }
+    for answer in [0, 4, -1] {
+        assert!(decided(&wire::HandoverReply { answer }).is_none());
+    }
 }
 
 #[test]

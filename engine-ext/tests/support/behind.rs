@@ -1,6 +1,12 @@
 //! [`Behind`]: a worker whose KV others read through a proxy with faults.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 use kvc_rdma::{
     Copy, Done, LeaseToken, Mover, MoverError, MoverKind, ReadHandle, ReadOptions, Region, RegionKey, Run, TcpConfig,
@@ -12,6 +18,11 @@ pub struct Behind {
     inner: TcpMover,
     /// Where to inject faults.
     pub proxy: Proxy,
+    /// Bytes of the largest read that this worker has made of others.
+    pub largest: AtomicU64,
+    running: Arc<AtomicU64>,
+    /// Its most reads at the same time.
+    pub most: AtomicU64,
 }
 
 impl Behind {
@@ -19,7 +30,13 @@ impl Behind {
     pub fn new() -> Arc<Self> {
         let inner = TcpMover::start(TcpConfig::default()).unwrap();
         let proxy = Proxy::start(inner.endpoint().parse().unwrap()).unwrap();
-        Arc::new(Self { inner, proxy })
+        Arc::new(Self {
+            inner,
+            proxy,
+            largest: AtomicU64::new(0),
+            running: Arc::default(),
+            most: AtomicU64::new(0),
+        })
     }
 }
 
@@ -43,6 +60,15 @@ impl Mover for Behind {
         self.inner.fence(token);
     }
     fn read(&self, peer: &str, token: LeaseToken, copies: Vec<Copy>, options: ReadOptions, done: Done) -> ReadHandle {
+        let bytes = copies.iter().map(|copy| copy.local.len).sum();
+        self.largest.fetch_max(bytes, Ordering::SeqCst);
+        let running = self.running.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most.fetch_max(running, Ordering::SeqCst);
+        let counted = self.running.clone();
+        let done = Box::new(move |outcome| {
+            counted.fetch_sub(1, Ordering::SeqCst);
+            done(outcome);
+        });
         self.inner.read(peer, token, copies, options, done)
     }
 }
