@@ -271,10 +271,14 @@ impl Process {
             let upto = (request.written + chunk).min(request.len());
             // Nobody checks later chunks: a shortage here ends the real scheduler.
             if !self.extend(id, upto) {
-                self.watch.fire(
-                    Oracle::Room,
-                    "the room that a prefill's next chunk was promised is not there",
+                let (free, tree) = (self.pool.free_pages(), self.tree.evictable());
+                let (evictable, held) = (self.w.evictable(), self.w.held());
+                let need = upto - self.requests[&id].written;
+                let facts = format!(
+                    "a prefill's next {need} tokens were promised: {free} pages are free, {tree} in the tree, \
+                     {evictable} tokens of sessions, {held} held"
                 );
+                self.watch.fire(Oracle::Room, facts);
                 return None;
             }
             return Some(Batch::Prefill(vec![(id, upto)]));

@@ -87,6 +87,12 @@ impl Process {
         let room = (self.pool.free_pages() + self.tree.evictable()) * page + self.w.evictable();
         let promised = self.promised();
         if need * page + promised > room && (promised > 0 || !self.landings.is_empty()) {
+            if room < promised {
+                // Its lock alone would take what a running prefill was promised.
+                self.tree.unlock(&path);
+                self.ask(|w, now| w.land_failed(import, now));
+                return;
+            }
             // Its lock stays: the prefix of the session's older copy, which is pinned, must not count as evictable.
             self.waiting_lands.push((import, tokens, held, identity, path));
             return;
