@@ -27,6 +27,9 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// The same, while moves fail or nothing is left.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
+/// So many times more moves of sessions whose turn runs: they mostly wait.
+const BUSY_MOVES: usize = 4;
+
 /// Watches for draining workers for ever.
 pub async fn watch(lane: Arc<Lane>) {
     let mut tasks = JoinSet::new();
@@ -63,8 +66,7 @@ async fn drain(lane: &Arc<Lane>, w: WorkerIndex) {
     let name = lane.app.engine(w);
     tracing::info!(worker = %name, "worker drains: its sessions are moved");
     let (mut moved, mut empty, mut pause) = (0, false, PAUSE);
-    // Targets that a session was refused by, until all were.
-    let mut refused: HashMap<SessionId, Vec<WorkerIndex>> = HashMap::new();
+    let mut refused = Refused::new();
     while lane.app.router().view.worker(w).health() == Health::Draining {
         match pass(lane, w, &mut refused).await {
             Ok(done) => {
@@ -94,6 +96,9 @@ async fn drain(lane: &Arc<Lane>, w: WorkerIndex) {
     tracing::info!(worker = %name, moved, "worker no longer drains");
 }
 
+/// Targets that a session was refused by, until all were.
+type Refused = HashMap<SessionId, Vec<WorkerIndex>>;
+
 /// What one pass over a worker's sessions came to.
 #[derive(Debug, Default)]
 struct Pass {
@@ -116,93 +121,129 @@ struct Tried {
     outcome: MoveOutcome,
 }
 
-async fn pass(
-    lane: &Arc<Lane>,
-    w: WorkerIndex,
-    refused: &mut HashMap<SessionId, Vec<WorkerIndex>>,
-) -> Result<Pass, AskError> {
-    let mut done = Pass::default();
-    let mut promised: HashMap<WorkerIndex, u64> = HashMap::new();
-    let mut running: JoinSet<Tried> = JoinSet::new();
+async fn pass(lane: &Arc<Lane>, w: WorkerIndex, refused: &mut Refused) -> Result<Pass, AskError> {
+    let mut pass = Passing {
+        lane,
+        w,
+        refused,
+        done: Pass::default(),
+        promised: HashMap::new(),
+        running: JoinSet::new(),
+    };
+    let bound = lane.app.config.drain_moves;
+    // A busy session is handed over when its turn ends; meanwhile its move must not hold others up.
+    let mut busy = Vec::new();
     let mut after = None;
-    'pages: loop {
+    loop {
         let page = worker::sessions(lane, w, after.as_ref()).await?.sessions;
         let Some(last) = page.last() else { break };
         after = Some(last.session_id.clone());
-        for view in page.iter().filter(|v| is_owned(v)) {
-            done.found += 1;
-            while running.len() >= lane.app.config.drain_moves {
-                ended(&mut running, &mut done, &mut promised, refused).await;
-            }
-            if lane.app.router().view.worker(w).health() != Health::Draining {
-                break 'pages;
-            }
-            let tokens = u64::from(view.committed);
-            let failed = refused.entry(view.session_id.clone()).or_default();
-            let on_its_way = |w: WorkerIndex| promised.get(&w).copied().unwrap_or(0);
-            let target = {
-                let router = lane.app.router();
-                let target = target::most_free(&router.view, w, failed, on_its_way);
-                if target.is_none() {
-                    failed.clear();
-                }
-                target
-            };
-            let Some(target) = target else { continue };
-            match moves::start(lane, view.session_id.clone(), &[Resident::of(w, view)], target) {
-                Ok(mv) => {
-                    *promised.entry(target).or_default() += tokens;
-                    let (lane, session) = (lane.clone(), view.session_id.clone());
-                    running.spawn(async move {
-                        let outcome = moves::carry(&lane, mv).await;
-                        Tried {
-                            session,
-                            target,
-                            tokens,
-                            outcome,
-                        }
-                    });
-                }
-                // SES-4: it was placed elsewhere since, and this worker has not heard of it: nothing to hand over.
-                Err(CannotMove::Superseded { .. }) => {
-                    if worker::drop_copy(lane, w, &view.session_id).await.is_ok() {
-                        done.moved += 1;
-                    }
-                }
-                Err(_) => {}
+        for view in page.into_iter().filter(is_owned) {
+            pass.done.found += 1;
+            if is_busy(&view) {
+                busy.push(view);
+            } else {
+                pass.begin(&view, bound).await;
             }
         }
     }
-    while !running.is_empty() {
-        ended(&mut running, &mut done, &mut promised, refused).await;
+    for view in &busy {
+        pass.begin(view, bound.saturating_mul(BUSY_MOVES)).await;
     }
+    while !pass.running.is_empty() {
+        pass.ended().await;
+    }
+    let done = pass.done;
     refused.retain(|_, targets| !targets.is_empty());
     Ok(done)
 }
 
-/// Waits for one move.
-async fn ended(
-    running: &mut JoinSet<Tried>,
-    done: &mut Pass,
-    promised: &mut HashMap<WorkerIndex, u64>,
-    refused: &mut HashMap<SessionId, Vec<WorkerIndex>>,
-) {
-    match running.join_next().await {
-        Some(Ok(tried)) => match tried.outcome {
-            // What has arrived stays promised for this pass: the target's next load report may be older.
-            MoveOutcome::Moved { .. } => done.moved += 1,
-            MoveOutcome::Stayed(_) | MoveOutcome::Unknown(_) => {
-                let promise = promised.entry(tried.target).or_default();
-                *promise = promise.saturating_sub(tried.tokens);
-                refused.entry(tried.session).or_default().push(tried.target);
+/// A pass under way.
+struct Passing<'a> {
+    lane: &'a Arc<Lane>,
+    w: WorkerIndex,
+    refused: &'a mut Refused,
+    done: Pass,
+    /// Tokens on their way to each worker, which its load report need not show yet.
+    promised: HashMap<WorkerIndex, u64>,
+    running: JoinSet<Tried>,
+}
+
+impl Passing<'_> {
+    /// Begins to move one session, as soon as fewer than `bound` moves run.
+    async fn begin(&mut self, view: &SessionView, bound: usize) {
+        while self.running.len() >= bound {
+            self.ended().await;
+        }
+        let Some(target) = self.target(&view.session_id) else {
+            return;
+        };
+        let found = [Resident::of(self.w, view)];
+        match moves::start(self.lane, view.session_id.clone(), &found, target) {
+            Ok(mv) => {
+                let (session, tokens) = (view.session_id.clone(), u64::from(view.committed));
+                *self.promised.entry(target).or_default() += tokens;
+                let lane = self.lane.clone();
+                self.running.spawn(async move {
+                    let outcome = moves::carry(&lane, mv).await;
+                    Tried {
+                        session,
+                        target,
+                        tokens,
+                        outcome,
+                    }
+                });
             }
-        },
-        Some(Err(error)) => tracing::error!(%error, "a move was not carried out"),
-        None => {}
+            // SES-4: it lives elsewhere since, and this worker has not heard of it: nothing is to be handed over.
+            Err(CannotMove::Superseded { .. }) => {
+                if worker::drop_copy(self.lane, self.w, &view.session_id).await.is_ok() {
+                    self.done.moved += 1;
+                }
+            }
+            // A later pass comes.
+            Err(_) => {}
+        }
+    }
+
+    /// By capacity, not who has refused it; after all have, each may be asked again in the next pass.
+    fn target(&mut self, session: &SessionId) -> Option<WorkerIndex> {
+        let router = self.lane.app.router();
+        if router.view.worker(self.w).health() != Health::Draining {
+            return None;
+        }
+        let failed = self.refused.entry(session.clone()).or_default();
+        let on_its_way = |w: WorkerIndex| self.promised.get(&w).copied().unwrap_or(0);
+        let target = target::most_free(&router.view, self.w, failed, on_its_way);
+        if target.is_none() {
+            failed.clear();
+        }
+        target
+    }
+
+    /// Waits for one move.
+    async fn ended(&mut self) {
+        match self.running.join_next().await {
+            Some(Ok(tried)) => match tried.outcome {
+                // What has arrived stays promised for this pass: the target's next load report may be older.
+                MoveOutcome::Moved { .. } => self.done.moved += 1,
+                MoveOutcome::Stayed(_) | MoveOutcome::Unknown(_) => {
+                    let promise = self.promised.entry(tried.target).or_default();
+                    *promise = promise.saturating_sub(tried.tokens);
+                    self.refused.entry(tried.session).or_default().push(tried.target);
+                }
+            },
+            Some(Err(error)) => tracing::error!(%error, "a move was not carried out"),
+            None => {}
+        }
     }
 }
 
 /// A session that is to be handed over: placed by a router, owned here, with KV.
 fn is_owned(view: &SessionView) -> bool {
     view.standing == Standing::Owner && view.committed > 0 && view.epoch.is_some()
+}
+
+/// A turn is admitted or runs.
+fn is_busy(view: &SessionView) -> bool {
+    matches!(view.state.as_str(), "admitted" | "running")
 }

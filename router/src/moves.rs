@@ -234,4 +234,13 @@ mod tests {
             assert_eq!(decoded(broken), None, "{broken}");
         }
     }
+
+    proptest::proptest! {
+        #[test]
+        fn every_name_survives_its_encoding(name in "\\PC{1,60}") {
+            let session = SessionId::new(&name).expect("no control characters");
+            let path = format!("/v1/sessions/{}/move", worker::encoded(&session));
+            proptest::prop_assert_eq!(session_in(&path).and_then(decoded), Some(name));
+        }
+    }
 }

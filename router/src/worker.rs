@@ -282,7 +282,7 @@ fn session_path(session: &SessionId, end: &str) -> String {
 }
 
 /// Percent-encoded, all but RFC 3986's unreserved characters.
-fn encoded(session: &SessionId) -> String {
+pub(crate) fn encoded(session: &SessionId) -> String {
     use std::fmt::Write as _;
     let mut text = String::with_capacity(session.as_str().len());
     for &byte in session.as_str().as_bytes() {

@@ -259,6 +259,8 @@ async fn a_draining_worker_is_emptied_a_few_sessions_at_a_time() {
     for i in 0..7 {
         d0.shows(&format!("s{i}"), Standing::Owner, 100, placement(1));
     }
+    // Its turn runs: its move waits and holds nobody up.
+    d0.behave().views.get_mut("s0").expect("shown").state = "running".into();
     d0.shows("copy", Standing::Replica, 100, placement(1));
     d0.shows("gone", Standing::Owner, 0, placement(1));
     for target in [d1, d2] {
@@ -282,6 +284,10 @@ async fn a_draining_worker_is_emptied_a_few_sessions_at_a_time() {
         "by capacity: {got:?}"
     );
     assert!([d1, d2].iter().all(|d| d.most_imports() <= 2));
+    let mut order = d1.seen("/import");
+    order.extend(d2.seen("/import"));
+    order.sort_by_key(|s| s.at);
+    assert!(order[0].path != "/kvc/v1/sessions/s0/import", "idle sessions first");
     assert!(p.seen("/import").is_empty() && d1.seen("/copy/import").is_empty());
     let line = format!(r#"kvc_router_drain_sessions_moved_total{{worker="{}"}} 7"#, d0.address);
     let mut text = String::new();

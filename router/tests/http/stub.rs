@@ -33,6 +33,7 @@ pub struct Seen {
     pub path: String,
     pub headers: HashMap<String, String>,
     pub body: Vec<u8>,
+    pub at: std::time::Instant,
 }
 
 impl Seen {
@@ -279,7 +280,12 @@ async fn serve(mut stream: TcpStream, state: Arc<State>) {
     let mut buffer = Vec::new();
     while let Some((first, headers, body)) = client::read_message(&mut stream, &mut buffer).await {
         let path = first.split(' ').nth(1).unwrap_or_default().to_owned();
-        let seen = Seen { path, headers, body };
+        let seen = Seen {
+            path,
+            headers,
+            body,
+            at: std::time::Instant::now(),
+        };
         state.seen.lock().expect("not poisoned").push(seen.clone());
         if !answer(&mut stream, &state, seen).await {
             return;
