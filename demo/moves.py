@@ -13,7 +13,8 @@ from harness.oracle import Oracle
 from harness.talk import Talk
 from harness.waiting import until
 
-SESSIONS, FIRST, APPEND, ANSWER, THINK_S = 6, 500, 30, 24, 0.4
+SESSIONS, FIRST, APPEND, ANSWER, THINK_S = 6, 500, 30, 24, 0.6
+MOST = 1200  # then the client cuts its history back: all six sessions fit into one worker
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Life:
 
     def turn(self, fleet: Fleet, again: bool) -> None:
         """Asks once; `again`: the same prompt, after its answer broke off."""
+        if len(self.talk.history) > MOST:
+            self.talk.rewrite(len(self.talk.history) - FIRST)
         prompt = self.talk.history if again else self.talk.say(APPEND if self.talk.history else FIRST)
         before = fleet.computed(self.talk.sid)
         reply = self.talk.ask(n=ANSWER, stream=True)
@@ -53,15 +56,15 @@ class Life:
         last = self.lines[-1] if self.lines else None
         if last and last.what == what == "direct" and worker is self.worker and last.computed is not None:
             last.turns, last.computed = last.turns + 1, last.computed + computed
-            last.reused = (last.reused or 0) + len(prompt) - computed
+            last.reused = (last.reused or 0) + max(0, len(prompt) - computed)
         else:
-            line = Line(time.monotonic() - self.began, what, short(worker), computed, len(prompt) - computed)
-            self.lines.append(line)
+            reused = max(0, len(prompt) - computed)  # a seed's last token is computed twice
+            self.lines.append(Line(self.talk.answered - self.began, what, short(worker), computed, reused))
         self.worker = worker
 
     def show(self) -> None:
         print(f"\n  session {self.talk.sid}: {self.answered} turns")
-        for line in self.lines:
+        for line in sorted(self.lines, key=lambda line: line.at):
             what = line.what if line.turns == 1 else f"{line.what}, {line.turns} turns"
             row = f"    {line.at:6.1f} s  {what:34}{line.where:22}"
             if line.computed is not None:

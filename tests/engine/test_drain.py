@@ -11,11 +11,12 @@ from harness.module import assert_balanced
 from harness.talk import Talk
 from harness.waiting import until
 
-SESSIONS, FIRST, APPEND = 8, 400, 25
+SESSIONS, FIRST, APPEND, MOST = 8, 400, 25, 900  # all of them fit into one worker
 
 
 class Load:
-    """Eight clients in a closed loop until `stop`: each turn appends a little, streamed or not, and is compared."""
+    """Eight clients in a closed loop until the block ends: each turn appends a little, streamed or not, and is compared. A
+    history that has grown too long is cut back."""
 
     def __init__(self, talks: list[Talk]):
         self.talks = talks
@@ -26,6 +27,8 @@ class Load:
 
     def play(self, talk: Talk) -> None:
         while not self.over.is_set():
+            if len(talk.history) > MOST:
+                talk.rewrite(len(talk.history) - FIRST)
             reply = talk.turn(APPEND, n=12, stream=talk.turns % 2 == 0)
             self.modes.append(reply.headers["x-kvc-mode"])
             self.over.wait(0.2)

@@ -2,6 +2,7 @@
 the tests of sync, moves, crashes and drain, and by the demo."""
 
 import random
+import time
 from dataclasses import dataclass, field
 
 from . import script
@@ -19,6 +20,7 @@ class Talk:
     sid: str
     history: list[int] = field(default_factory=list)
     turns: int = 0
+    answered: float = 0.0  # when the last answer was complete, as `time.monotonic` counts
 
     def __post_init__(self):
         self.rnd = random.Random(self.sid)
@@ -37,6 +39,7 @@ class Talk:
         prompt = self.history
         call = self.router.stream if stream else self.router.generate
         reply = call(prompt, self.sid, n=n, **more)
+        self.answered = time.monotonic()
         self.judge(prompt, reply)
         return reply
 
