@@ -154,6 +154,7 @@ fn admission(c: &mut Criterion) {
                             &ReleaseRequest {
                                 request,
                                 drop_kv: false,
+                                placed: None,
                             },
                             Now(1),
                         );

@@ -152,6 +152,7 @@ pub fn release(lane: &Arc<Lane>, w: WorkerIndex, session: SessionId, request: Re
         let question = ReleaseRequest {
             request: Some(request),
             drop_kv: false,
+            placed: None,
         };
         let within = lane.app.config.timeouts.admit;
         let answer = ask::<serde::de::IgnoredAny>(lane.module(w), Method::POST, &path, Some(&question), within).await;
@@ -167,6 +168,7 @@ pub async fn drop_copy(lane: &Lane, w: WorkerIndex, session: &SessionId) -> Resu
     let question = ReleaseRequest {
         request: None,
         drop_kv: true,
+        placed: None,
     };
     let within = lane.app.config.timeouts.admit;
     let path = session_path(session, "/release");

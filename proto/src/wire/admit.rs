@@ -245,6 +245,10 @@ pub struct ReleaseRequest {
     /// Drop the session's KV too.
     #[serde(default)]
     pub drop_kv: bool,
+    /// SES-4: the session was granted to another worker under this number: the copy here is a replica at most. An older
+    /// number changes nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placed: Option<Placement>,
 }
 
 /// What a release did.

@@ -236,7 +236,9 @@ impl Worker {
             Standing::Replica => is_stale(held, got) || (held == got && !off!(ReplicaRefuses)),
             Standing::Moved(_) => got.n <= held.n && !off!(MovedRefuses),
         };
-        let withdrawn = session.floor.zip(got).is_some_and(|(floor, got)| got.n <= floor.n);
+        // A withdrawn number is never owned later; what is owned already is not touched by it.
+        let owned = session.is_owner() && session.placement == got;
+        let withdrawn = !owned && session.floor.zip(got).is_some_and(|(floor, got)| got.n <= floor.n);
         let refused = match (session.placement, got) {
             (Some(held), Some(got)) => below(held, got),
             // A client without a router: what was handed over is elsewhere, a mere copy is not claimed by anybody here.

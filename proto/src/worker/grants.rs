@@ -73,6 +73,14 @@ impl Worker {
         if let Some(id) = asked {
             self.give_up(id, Reason::Cancelled, now);
         }
+        if let (Some(k), Some(placed)) = (key, request.placed)
+            && self
+                .sessions
+                .get(k)
+                .is_some_and(|s| s.placement.is_none_or(|held| held.n < placed.n))
+        {
+            self.supersede(k, placed, now);
+        }
         let kv = match key {
             Some(k) if request.drop_kv && self.sessions.get(k).is_some() => {
                 if self.close(session, now) {

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use crate::{
     admission::{Charge, Reservation, decide},
     id::{ImportId, ReservationId, SessionId},
-    session::{Key, SessionState},
+    session::{Key, SessionState, history},
     time::Now,
     transfer::{Import, ImportPhase, Purpose, import::Offer},
     wire::{
@@ -14,7 +14,9 @@ use crate::{
     },
 };
 
-use super::{Dropped, Effect, Have, LeaseGrant, LeaseKind, Timer, Token, Worker, change::stale_text, mutation::off};
+use super::{
+    Dropped, Effect, Have, ImportDone, LeaseGrant, LeaseKind, Timer, Token, Worker, change::stale_text, mutation::off,
+};
 
 impl Worker {
     /// Starts an import; [`ImportRequest`] says which of its four kinds.
@@ -206,6 +208,20 @@ impl Worker {
             self.drop_import(id, Refusal::new(Reason::NotResident, "the peer offers no token"), now);
             return;
         }
+        if matches!(purpose, Purpose::Move(_))
+            && let Some(held) = self.sessions[key].placement.filter(|held| epoch.placement.n < held.n)
+        {
+            // The peer has not heard of it, but the session was placed after it: it is no owner to take over from.
+            let why = Refusal::new(Reason::StaleEpoch, stale_text(held, epoch.placement));
+            self.drop_import(id, why, now);
+            return;
+        }
+        if matches!(purpose, Purpose::Reseed(_))
+            && let Some(resident) = self.holds_all_of(key, &offer)
+        {
+            self.nothing_to_import(id, resident, now);
+            return;
+        }
         if let Some(reservation) = purpose.reservation()
             && let Err(why) = self.charge_offer(key, &offer, reservation)
         {
@@ -218,6 +234,26 @@ impl Worker {
         self.ready.push_back(id);
         self.renew_charge(purpose, now);
         self.effects.push_back(Effect::Wake);
+    }
+
+    /// Tokens of this worker's own copy, if it is what is offered or goes on from there.
+    fn holds_all_of(&self, key: Key, offer: &Offer) -> Option<u32> {
+        let session = &self.sessions[key];
+        let copy = session.copy.as_ref().filter(|c| !session.doomed && c.identity == offer.identity)?;
+        (history::common_prefix(&copy.tokens, &offer.tokens) == offer.len()).then_some(copy.len())
+    }
+
+    /// The import is over before a page was asked for.
+    fn nothing_to_import(&mut self, id: ImportId, resident: u32, now: Now) {
+        let Some(import) = self.imports.remove(&id) else { return };
+        self.timers.remove(&(import.deadline, Timer::Import(id)));
+        self.effects.push_back(Effect::EndLease { import: id });
+        self.counters.imported(import.purpose, 0);
+        self.renew_charge(import.purpose, now);
+        self.import_over(import.session, id, import.purpose, now);
+        let outcome = Ok(ImportDone { resident, pulled: 0 });
+        self.effects.push_back(Effect::ImportDone { import: id, outcome });
+        self.wake_for_wishes();
     }
 
     /// All token ids of a grant: what it did not repeat is this worker's own, if that is still what it said it had.

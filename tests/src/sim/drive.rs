@@ -73,6 +73,7 @@ impl Node {
                 let question = ReleaseRequest {
                     request: Some(request),
                     drop_kv: false,
+                    placed: None,
                 };
                 let ask = Message::Ask(self.next, Ask::Release(session, question));
                 self.out.push(Out::Send(worker.0.into(), ask));

@@ -180,6 +180,7 @@ fn admission_explored_to_depth_9() {
                 &ReleaseRequest {
                     request: Some(key(n)),
                     drop_kv: false,
+                    placed: None,
                 },
                 e.now,
             )),

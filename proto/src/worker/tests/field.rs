@@ -311,6 +311,7 @@ fn a_client_may_leave_in_any_phase_of_an_import() {
             &ReleaseRequest {
                 request: Some(key(1)),
                 drop_kv: false,
+                placed: None,
             },
             e.now,
         );
@@ -424,6 +425,7 @@ fn a_failed_import_does_not_poison_the_next() {
                 &ReleaseRequest {
                     request: Some(key(n)),
                     drop_kv: false,
+                    placed: None,
                 },
                 e.now,
             );

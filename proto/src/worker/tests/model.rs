@@ -370,7 +370,7 @@ impl World {
                 client.grant = None;
                 self.e
                     .w
-                    .release(&name(session), &ReleaseRequest { request, drop_kv: drop }, self.e.now);
+                    .release(&name(session), &ReleaseRequest { request, drop_kv: drop, placed: None }, self.e.now);
                 self.e.effects();
             }
             Op::Close { session } => {

@@ -219,6 +219,56 @@ fn a_withdrawn_target_never_owns_the_number() {
     );
 }
 
+/// MIG-2: a floor keeps off later numbers, not the one that is owned.
+#[test]
+fn a_withdrawn_move_leaves_the_owner_what_it_owns() {
+    let (mut peers, history) = owned(4);
+    peers.withdraw(0, 0, 9);
+    let history = peers.turn(0, 0, &more(&history, 2, 10), 1, None);
+    assert_eq!(peers.admit(0, 0, history.len(), 8, None).reason, Some(Reason::StaleEpoch));
+}
+
+/// SES-4: who still thinks that it owns the session is no owner to take it over from.
+#[test]
+fn a_session_is_not_moved_back_from_an_owner_that_was_passed_over() {
+    let (mut peers, history) = owned(4);
+    let newer = peers.turn(1, 0, &more(&history, 2, 30), 5, None);
+    let import = peers.import(1, 0, 0, Source::Owner, 9, None).unwrap();
+    peers.settle();
+    let (done, outcome) = peers.at[1].done.pop().unwrap();
+    assert_eq!((done, outcome.unwrap_err().code), (import, Reason::StaleEpoch));
+    assert_eq!(peers.view(1, 0).committed, newer.len() as u32 - 1);
+    assert_eq!(peers.at[1].done.len(), 0);
+    // Told so, it is a replica.
+    let told = crate::wire::admit::ReleaseRequest {
+        placed: placed(5),
+        ..Default::default()
+    };
+    let now = peers.at[0].now;
+    peers.at[0].w.release(&name(0), &told, now);
+    assert_eq!(peers.standing(0, 0), Standing::Replica);
+}
+
+/// SYNC-2: a reseed from a shorter copy does not cut what is here.
+#[test]
+fn a_reseed_keeps_the_longer_copy_that_is_here() {
+    let (mut peers, history) = owned(4);
+    let newer = peers.turn(1, 0, &more(&history, 2, 30), 5, None);
+    let prompt = more(&newer, 3, 300);
+    let answer = peers.admit(1, 0, prompt.len(), 6, None);
+    assert_eq!(answer.reason, Some(Reason::RealLargeAppend));
+    let mut question = peers.question(0, prompt.len(), 6, None);
+    question.via = Some(crate::wire::admit::Via::Prefill);
+    let now = peers.at[1].now;
+    let answer = peers.at[1].w.admit(&question, now);
+    let import = peers.import(1, 0, 0, Source::Replica, 6, answer.reservation).unwrap();
+    peers.settle();
+    let resident = newer.len() as u32 - 1;
+    assert_eq!(peers.at[1].done.pop(), Some((import, Ok(ImportDone { resident, pulled: 0 }))));
+    assert_eq!(peers.view(1, 0).committed, resident);
+    peers.at.iter_mut().for_each(|e| e.quiesce());
+}
+
 #[test]
 fn an_owner_says_so_when_asked_to_withdraw() {
     let (mut peers, _) = owned(4);

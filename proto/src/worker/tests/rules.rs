@@ -218,6 +218,7 @@ fn grants_are_idempotent_and_releases_overtake() {
         &ReleaseRequest {
             request: Some(key(9)),
             drop_kv: false,
+            placed: None,
         },
         e.now,
     );
@@ -342,6 +343,7 @@ fn service_calls_leave_the_engines_numbers_alone() {
             let request = ReleaseRequest {
                 request: None,
                 drop_kv: true,
+                placed: None,
             };
             assert_eq!(e.w.release(&name(0), &request, e.now).kv, ReleasedKv::Dropped);
         },
