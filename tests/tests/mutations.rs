@@ -210,10 +210,7 @@ fn ids_are_left_out_only_where_digests_agree() {
 #[test]
 fn a_replica_runs_no_turn_of_its_owner() {
     // SES-4, MIG-3
-    catches(
-        Check::ReplicaRefuses,
-        &[Oracle::OneOwnerOfPlacement, Oracle::OneHolder],
-    );
+    catches(Check::ReplicaRefuses, &[Oracle::OneOwnerOfPlacement, Oracle::OneHolder]);
 }
 
 #[test]

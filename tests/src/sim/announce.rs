@@ -1,7 +1,7 @@
 //! Announcements (SYNC-1): the owner's outbox, at most one letter per session, and what the backup makes of one
 //! (`engine-ext/src/peer/announce.rs`).
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use kvc_proto::{
     id::{Placement, SessionId},
@@ -52,6 +52,15 @@ struct Letter {
     announcement: Announcement,
     call: Option<CallId>,
     tries: u32,
+}
+
+impl Outbox {
+    /// What goes out for a session.
+    pub fn sketch(&self, session: &SessionId, text: &mut String) {
+        if let Some(letter) = self.letters.get(session) {
+            let _ = write!(text, " letter {} {:?}", letter.tries, letter.announcement.epoch);
+        }
+    }
 }
 
 impl Process {

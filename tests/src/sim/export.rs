@@ -56,6 +56,11 @@ impl Exports {
         self.leases.values().any(|l| l.kind != LeaseKind::Sync)
     }
 
+    /// Peers' questions that wait for news.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
     /// None.
     pub fn is_empty(&self) -> bool {
         self.leases.is_empty()

@@ -6,6 +6,7 @@ use kvc_proto::{
     time::Now,
     wire::{
         admit::{PeerRef, WithdrawAnswer, WithdrawRequest},
+        info::{SessionView, Standing},
         reason::Refusal,
     },
     worker::{Handover, HandoverAnswer},
@@ -26,7 +27,7 @@ const ANSWER: u64 = 60_000;
 pub struct Question {
     peer: NodeId,
     /// Before it was sent, on this process's own clock.
-    asked: Now,
+    pub(super) asked: Now,
 }
 
 impl Process {
@@ -55,8 +56,14 @@ impl Process {
             return;
         };
         let Some(question) = task.question.take() else { return };
+        let (session, pending) = (task.order.session.clone(), task.order.placement);
         self.log(|| format!("import {import}: the source says {answer:?}"));
+        let granted = matches!(answer, Ok(HandoverAnswer::Granted));
         self.ask(|w, now| w.handover_answered(import, question.asked, answer, now));
+        let owns = |v: SessionView| v.standing == Standing::Owner && v.epoch.is_some_and(|e| e.placement == pending);
+        if granted && self.w.session(&session, self.now).is_some_and(owns) {
+            self.push(Out::Taken(session, pending));
+        }
         self.dirty = true;
         self.milestone("answered", question.peer);
     }

@@ -1,10 +1,14 @@
 //! What must hold of one process after each of its events: the sums, the owners of pages, who owns which session; and
 //! what must be left of it at the end: nothing.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+};
 
 use kvc_proto::{
     id::SessionId,
+    time::Now,
     wire::info::Standing,
     worker::{LeaseAnswer, LeaseKind, LeaseRequest},
 };
@@ -127,6 +131,53 @@ impl Process {
         while self.w.poll_effect().is_some() {}
         let truth = kv::truth(&grant.identity, &grant.tokens);
         Some((truth.len() as u32, *truth.last()?))
+    }
+
+    /// What a caller could see of one session, numbers that only grow left aside.
+    pub fn sketch(&mut self, session: &SessionId, now: Now, text: &mut String) {
+        if let Some(view) = self.w.session(session, now) {
+            let epoch = view.epoch.map(|e| (e.placement.n, e.rewind));
+            let moved = view.moved.map(|m| m.placement.n);
+            let _ = write!(
+                text,
+                "{} {:?} {moved:?} {} {} {} {epoch:?} {}",
+                view.state,
+                view.standing,
+                view.committed,
+                view.readable,
+                view.leases,
+                view.backup.is_some()
+            );
+        }
+        let held = self.held(session).map(|(_, kv)| kv);
+        let imports = self.w.transfers(now).imports;
+        let imports: Vec<_> = imports
+            .into_iter()
+            .map(|i| (i.kind, i.phase, i.pulled_tokens))
+            .collect();
+        let asked: Vec<_> = self
+            .imports
+            .values()
+            .map(|t| {
+                (
+                    t.order.placement.n,
+                    t.question.map(|q| now.since(q.asked).as_micros() / 5_000),
+                )
+            })
+            .collect();
+        let waiting = self.exports.waiting();
+        let sync = self.w.sync_lag();
+        let turns: Vec<_> = self
+            .requests
+            .values()
+            .map(|r| (r.begun, r.written, r.aborted))
+            .collect();
+        let gone = &self.books.withdrawn;
+        let _ = write!(
+            text,
+            " {held:?} {imports:?} {asked:?} {waiting} {sync:?} {turns:?} {gone:?}"
+        );
+        self.outbox.sketch(session, text);
     }
 
     /// Who owns what, told to the world when it may have changed.

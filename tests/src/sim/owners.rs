@@ -31,29 +31,8 @@ pub struct Owners {
 
 impl Owners {
     /// What a process owns from here on.
-    pub fn owns(
-        &mut self,
-        node: NodeId,
-        owned: BTreeMap<SessionId, u64>,
-        now: Time,
-        deadline: Time,
-        watch: &mut Watch,
-    ) {
-        let before = self.owned.get(&node);
+    pub fn owns(&mut self, node: NodeId, owned: BTreeMap<SessionId, u64>, watch: &mut Watch) {
         for (session, n) in &owned {
-            let new = before.is_none_or(|b| b.get(session) != Some(n));
-            // Once it owns the session that word has done its work.
-            let granted = if new {
-                self.granted.remove(&(session.clone(), *n))
-            } else {
-                None
-            };
-            // A thousandth for the clock's drift.
-            let late = granted.filter(|at| now > at + deadline + deadline / 100 + 1);
-            watch.check(late.is_none(), Oracle::LateOwner, || {
-                let age = now - late.unwrap_or(now);
-                format!("{node} owns {session} under {n} by a word of {age} us ago, {deadline} us are allowed")
-            });
             let other = self
                 .owned
                 .iter()
@@ -98,6 +77,28 @@ impl Owners {
                 format!("{facts}, and has on {}", other.0)
             });
         }
+    }
+
+    /// MIG-2: a target owns the session by its source's word.
+    pub fn takes(
+        &mut self,
+        node: NodeId,
+        session: &SessionId,
+        pending: Placement,
+        now: Time,
+        deadline: Time,
+        watch: &mut Watch,
+    ) {
+        let granted = self.granted.get(&(session.clone(), pending.n)).copied();
+        // A hundredth for the clock's drift.
+        let fresh = granted.is_some_and(|at| now <= at + deadline + deadline / 100 + 1);
+        watch.check(fresh, Oracle::LateOwner, || {
+            let age = granted.map(|at| now - at);
+            format!(
+                "{node} takes {session} under {} by a word of {age:?} us ago, {deadline} us are allowed",
+                pending.n
+            )
+        });
     }
 
     /// The source has said it, for the first time or again.

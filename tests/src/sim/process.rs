@@ -46,6 +46,8 @@ pub enum Out {
     Decided(SessionId, Placement, NodeId, Placement),
     /// The source has told a target so, for the first time or again.
     Granted(SessionId, Placement),
+    /// A target has heard it in time, and owns the session.
+    Taken(SessionId, Placement),
     /// A step of a move with a peer.
     Milestone(&'static str, NodeId),
     /// A line for the event log.

@@ -4,7 +4,7 @@
 //! Time stands still unless it is told to pass: engines, movers and local calls take none. The caller plays the router
 //! and the clients; what it asks is heard at once.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use kvc_proto::{
     id::{Incarnation, SessionId},
@@ -15,7 +15,7 @@ use kvc_proto::{
 
 use super::{
     clock::Time,
-    message::{Ask, CallId, Message, NodeId, Reply},
+    message::{Ask, CallId, Message, NodeId, PeerWhat, Reply},
     oracle::{Violation, Watch},
     owners::Owners,
     process::{Out, Process, Speed, Tick},
@@ -213,6 +213,37 @@ impl Stage {
         }
     }
 
+    /// What every caller could see of the whole stage, numbers that only grow left aside: two stages that look the same
+    /// go on the same. Puts the messages on their way into an order of their own.
+    pub fn sketch(&mut self, session: &SessionId) -> String {
+        self.wires.sort_by_cached_key(|w| (w.from, w.to, gist(&w.message)));
+        let mut text = String::new();
+        for wire in &self.wires {
+            let _ = write!(text, "{}>{}{};", wire.from, wire.to, gist(&wire.message));
+        }
+        let now = self.now;
+        for (node, process) in self.nodes.iter_mut().enumerate() {
+            let Some(process) = process else {
+                let _ = write!(text, "|{node} down");
+                continue;
+            };
+            let timer = process.w.poll_timeout().map(|at| at.since(now).as_micros() / 5_000);
+            let _ = write!(text, "|{node}.{} {timer:?} ", self.lives[node]);
+            process.sketch(session, now, &mut text);
+        }
+        let waits: Vec<_> = self
+            .ticks
+            .iter()
+            .filter(|(_, t)| self.counts(t))
+            .map(|((at, _), (node, _, tick))| {
+                let what = std::mem::discriminant(tick);
+                (*node, format!("{what:?}"), at.since(now).as_micros() / 5_000)
+            })
+            .collect();
+        let _ = write!(text, "|{waits:?}");
+        text
+    }
+
     /// The first rule that was broken.
     ///
     /// # Errors
@@ -341,9 +372,11 @@ impl Stage {
                     let alive = |(n, l): (NodeId, u64)| lives[n] == l && nodes[n].is_some();
                     self.owners.commits(life, session, placement.n, alive, &mut self.watch);
                 }
-                Out::Owns(owned) => {
+                Out::Owns(owned) => self.owners.owns(node, owned, &mut self.watch),
+                Out::Taken(session, pending) => {
                     let deadline = self.configs[node].1.handover_deadline.as_micros() as u64;
-                    self.owners.owns(node, owned, self.now.0, deadline, &mut self.watch);
+                    let watch = &mut self.watch;
+                    self.owners.takes(node, &session, pending, self.now.0, deadline, watch);
                 }
                 Out::Granted(session, pending) => self.owners.grants(session, pending, self.now.0),
                 Out::Decided(session, owned, to, pending) => {
@@ -362,6 +395,35 @@ impl Stage {
             self.say(|| format!("{from} answers: {}", brief(&reply)));
             self.replies.entry(call).or_default().push(reply);
         }
+    }
+}
+
+/// A message without the numbers of calls and leases.
+fn gist(message: &Message) -> String {
+    match message {
+        Message::Ask(_, Ask::Peer(ask)) => match &ask.what {
+            PeerWhat::Lease(_, placement, kind, have) => format!("lease {} {kind:?} {have:?} {}", placement.n, ask.to),
+            PeerWhat::Watch(_, from) => format!("watch {from}"),
+            PeerWhat::Renew(_) => "renew".to_owned(),
+            PeerWhat::Confirm(_) => "confirm".to_owned(),
+            PeerWhat::End(_) => "end".to_owned(),
+            PeerWhat::Read(_, slots) => format!("read {}", slots.len()),
+            PeerWhat::Announce(a) => format!("announce {:?} {} {:?}", a.epoch, a.committed, a.digest),
+            PeerWhat::Handover(h, _) => {
+                format!(
+                    "handover {} {:?} {} {:?} {}",
+                    h.pending.n, h.epoch, h.committed, h.digest, h.incarnation
+                )
+            }
+        },
+        Message::Reply(_, Reply::Granted(grant)) => {
+            format!("granted {:?} {} {:?}", grant.epoch, grant.after, grant.tokens)
+        }
+        Message::Reply(_, Reply::View(view)) => format!("view {} {} {}", view.from, view.slots.len(), view.complete),
+        Message::Reply(_, reply) => format!("{reply:?}"),
+        Message::Ask(..) => "ask".to_owned(),
+        Message::Close(_) => "close".to_owned(),
+        Message::Reset(_) => "reset".to_owned(),
     }
 }
 

@@ -444,9 +444,11 @@ impl World {
                     let watch = &mut self.watch;
                     self.owners.commits((node, lives), session, placement.n, alive, watch);
                 }
-                process::Out::Owns(owned) => {
+                process::Out::Owns(owned) => self.owners.owns(node, owned, &mut self.watch),
+                process::Out::Taken(session, pending) => {
                     let deadline = self.plan.workers[node].handover_deadline.as_micros() as u64;
-                    self.owners.owns(node, owned, self.now, deadline, &mut self.watch);
+                    let watch = &mut self.watch;
+                    self.owners.takes(node, &session, pending, self.now, deadline, watch);
                 }
                 process::Out::Granted(session, pending) => self.owners.grants(session, pending, self.now),
                 process::Out::Decided(session, owned, to, pending) => {
