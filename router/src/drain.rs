@@ -9,7 +9,11 @@ use std::{
 
 use kvc_proto::{
     id::SessionId,
-    routing::{CannotMove, Health, MoveOutcome, Resident, WorkerIndex, target},
+    routing::{
+        Health, Move, MoveOutcome, WorkerIndex,
+        leave::{Leave, leave},
+        target,
+    },
     wire::info::{SessionView, Standing},
 };
 use tokio::task::JoinSet;
@@ -175,11 +179,32 @@ impl Passing<'_> {
         while self.running.len() >= bound {
             self.ended().await;
         }
+        let lane = self.lane;
+        let workers: Vec<WorkerIndex> = lane.app.router().view.answering().collect();
+        let found = worker::held(lane, &view.session_id, &workers, lane.app.config.timeouts.admit).await;
+        let (owner, heard) = match leave(&found, self.w) {
+            Leave::Move { owner, heard } => (owner, heard),
+            Leave::Drop => {
+                if worker::drop_copy(lane, self.w, &view.session_id).await.is_ok() {
+                    self.done.moved += 1;
+                }
+                return;
+            }
+            Leave::Nothing => return,
+        };
         let Some(target) = self.target(&view.session_id) else {
             return;
         };
-        let found = [Resident::of(self.w, view)];
-        match moves::start(self.lane, view.session_id.clone(), &found, target) {
+        let now = lane.app.now();
+        let started = Move::from(
+            &mut lane.app.router(),
+            view.session_id.clone(),
+            owner,
+            heard,
+            target,
+            now,
+        );
+        match moves::noted(lane, &view.session_id, target, started) {
             Ok(mv) => {
                 let (session, tokens) = (view.session_id.clone(), u64::from(view.committed));
                 *self.promised.entry(target).or_default() += tokens;
@@ -193,12 +218,6 @@ impl Passing<'_> {
                         outcome,
                     }
                 });
-            }
-            // SES-4: it lives elsewhere since, and this worker has not heard of it: nothing is to be handed over.
-            Err(CannotMove::Superseded { .. }) => {
-                if worker::drop_copy(self.lane, self.w, &view.session_id).await.is_ok() {
-                    self.done.moved += 1;
-                }
             }
             // A later pass comes.
             Err(_) => {}

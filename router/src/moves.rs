@@ -7,7 +7,7 @@ use bytes::Bytes;
 use hyper::{Response, StatusCode};
 use kvc_proto::{
     id::{Placement, SessionId},
-    routing::{CannotMove, Move, MoveEffect, MoveEvent, MoveOutcome, Resident, WorkerIndex},
+    routing::{CannotMove, Move, MoveEffect, MoveEvent, MoveOutcome, WorkerIndex},
     wire::reason::Reason,
 };
 use serde::{Deserialize, Serialize};
@@ -59,7 +59,9 @@ pub async fn on_request(lane: &Arc<Lane>, name: &str, body: Bytes) -> Result<Res
     let workers: Vec<WorkerIndex> = lane.app.router().view.answering().collect();
     let found = worker::held(lane, &session, &workers, lane.app.config.timeouts.admit).await;
     let began = Instant::now();
-    let mv = start(lane, session, &found, target).map_err(|e| Problem::of(e.reason(), e.to_string()))?;
+    let now = lane.app.now();
+    let started = Move::start(&mut lane.app.router(), session.clone(), &found, target, now);
+    let mv = noted(lane, &session, target, started).map_err(|e| Problem::of(e.reason(), e.to_string()))?;
     let source = mv.source();
     let lane = lane.clone();
     let carried = tokio::spawn({
@@ -87,10 +89,13 @@ pub async fn on_request(lane: &Arc<Lane>, name: &str, body: Bytes) -> Result<Res
     }
 }
 
-/// Begins a move; `found` is what workers have just said of the session.
-pub fn start(lane: &Lane, session: SessionId, found: &[Resident], target: WorkerIndex) -> Result<Move, CannotMove> {
-    let now = lane.app.now();
-    let started = Move::start(&mut lane.app.router(), session.clone(), found, target, now);
+/// Logs and counts that a move has begun, or why not.
+pub fn noted(
+    lane: &Lane,
+    session: &SessionId,
+    target: WorkerIndex,
+    started: Result<Move, CannotMove>,
+) -> Result<Move, CannotMove> {
     match &started {
         Ok(mv) => tracing::debug!(%session, from = mv.source().0, to = target.0, placement = mv.placement().n, "move"),
         Err(error) => {

@@ -9,6 +9,7 @@ mod dispatch;
 mod explore;
 #[cfg(test)]
 mod invariants;
+pub mod leave;
 mod moving;
 #[cfg(any(test, feature = "mutation"))]
 pub mod mutation;

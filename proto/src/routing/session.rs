@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use super::{
     resident::higher,
-    view::{At, View},
+    view::{At, View, WorkerIndex},
 };
 use crate::{
     id::{Incarnation, Placement, SessionId, StoreId},
@@ -57,6 +57,8 @@ pub struct Record {
     pub replica: Option<At>,
     /// MIG-1: a move that is out. No other placement is made before its target was asked or waited out.
     pub pending: Option<Pending>,
+    /// Where a turn was last run under a number of its own, until that is known to be where the session lives.
+    pub granted: Option<(At, Placement)>,
     /// A dispatch offers a number of its own: no move may begin (MIG-3).
     pub placing: bool,
     /// The highest number that any worker may have been offered; what is taken next lies above it.
@@ -158,6 +160,15 @@ impl Record {
             }
         }
         holders
+    }
+
+    /// Another process than `worker`'s has been given the session under a later number than `held`.
+    pub fn left(&self, worker: WorkerIndex, held: Option<Placement>, view: &View) -> Option<Placement> {
+        let places = [self.pin.zip(self.placement), self.granted];
+        let later = |p: Placement| held.is_none_or(|held| held.n < p.n);
+        let lives = |at: At| at.worker != worker && view.is_present(at) && view.worker(at.worker).answers();
+        let found = places.into_iter().flatten().find(|(at, p)| lives(*at) && later(*p));
+        found.map(|(_, p)| p)
     }
 
     /// SES-4: what is taken next lies above this.
@@ -437,7 +448,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::routing::view::WorkerIndex;
 
     fn id(n: u32) -> SessionId {
         SessionId::new(&format!("s{n}")).expect("plain")

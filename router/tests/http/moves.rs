@@ -342,6 +342,7 @@ async fn a_stale_owner_that_drains_drops_its_copy() {
     };
     d0.behave().moved.insert("s".into(), moved);
     client::post(world.address(), "/generate", Some("s"), BODY).await;
+    d1.shows("s", Standing::Owner, 1_000, placement(7));
     d0.behave().draining = true;
     eventually("the copy is dropped", || {
         d0.seen("/s/release")

@@ -211,8 +211,8 @@ impl Dispatch {
         }
     }
 
-    /// SES-4: the worker knows a later placement than ours; what is taken next lies above it. If it was thought to own the
-    /// session, whoever does is asked for.
+    /// SES-4: the worker knows a later placement than ours, or has promised not to go on under ours; what is taken next lies
+    /// above. If it was thought to own the session and lost it to a later placement, whoever owns it is asked for.
     pub(super) fn outdated<S: SessionStore>(
         &mut self,
         router: &mut Router<S>,
@@ -223,10 +223,11 @@ impl Dispatch {
     ) {
         self.taken = None;
         let at = router.view.at(worker);
-        let mut was_owner = false;
+        let heard: Option<Placement> = epoch.map(|e| e.placement);
+        let (mut was_owner, mut later) = (false, false);
         if let Some(record) = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s)) {
             was_owner = record.pin == Some(at);
-            let heard: Option<Placement> = epoch.map(|e| e.placement);
+            later = heard.is_some_and(|h| record.placement.is_none_or(|ours| ours.n < h.n));
             if was_owner || heard.is_some_and(|h| record.placement.is_none_or(|ours| ours.n <= h.n)) {
                 record.pin = None;
             }
@@ -234,10 +235,12 @@ impl Dispatch {
         }
         if let Some(from) = self.sent_by.take().filter(|_| was_owner) {
             // MIG-2: it says that it is no owner; who sent us here keeps a copy.
+            self.corrected.push(worker);
             self.probe(router, from, None, now);
-        } else if was_owner && self.ask(router) {
+        } else if was_owner && later && self.ask(router) {
             self.tried.retain(|w| *w != worker);
         } else {
+            self.corrected.push(worker);
             self.probe(router, worker, via, now);
         }
     }

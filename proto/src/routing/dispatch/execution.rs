@@ -10,6 +10,7 @@ use crate::{
 impl Dispatch {
     pub(super) fn run<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run, now: Now) {
         self.placing(router, false);
+        self.granted(router, &run);
         self.trace.mode = Some(run.mode);
         self.trace.worker = Some(run.worker);
         self.trace.admitted = Some(now);
@@ -26,6 +27,15 @@ impl Dispatch {
             tag,
         });
         self.state = State::Running { run, first_byte: false };
+    }
+
+    fn granted<S: SessionStore>(&mut self, router: &mut Router<S>, run: &Run) {
+        let at = router.view.at(run.worker);
+        let record = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s));
+        let placement = run.placement.filter(|_| run.mode != ExecutionMode::Fallback);
+        if let (Some(record), Some(placement)) = (record, placement) {
+            record.granted = Some((at, placement));
+        }
     }
 
     /// DISP-5: no session kept, the next worker in turn; the engine's own queue orders it (docs/adr/0020).
@@ -53,6 +63,9 @@ impl Dispatch {
     pub(super) fn failed_early<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run, reason: Reason, now: Now) {
         router.view.failed(run.worker);
         self.failed.push(run.worker);
+        if let Some(record) = self.turn.session.as_ref().and_then(|s| router.sessions.record_mut(s)) {
+            record.granted = None;
+        }
         self.drop_run(router, run);
         self.trace.chain.push(reason);
         self.only_too_large = false;
@@ -100,6 +113,7 @@ impl Dispatch {
                     record.grew(at, tokens);
                 }
             }
+            record.granted = None;
             record.clear_rejects(at);
             if reset_all {
                 record.clear_all_rejects();

@@ -78,6 +78,8 @@ enum State {
         worker: WorkerIndex,
         via: Option<Via>,
     },
+    /// The same, without a worker that keeps the session (DISP-5).
+    Resting,
     Asking,
     /// The pending target of a move is asked first (MIG-2).
     Arbitrating {
@@ -206,6 +208,7 @@ impl Dispatch {
                 }
             }
             State::Pausing { worker, via } => self.probe(router, worker, via, now),
+            State::Resting => self.fallback(router, now),
             State::WaitingOut { then, pending } => self.settled(router, then, &pending, now),
             state => self.state = state,
         }
@@ -369,7 +372,7 @@ impl Dispatch {
                 self.drop_run(router, reseed.run);
             }
             State::Running { run, .. } => self.drop_run(router, run),
-            State::Queued | State::Pausing { .. } | State::Asking | State::Ended => {}
+            State::Queued | State::Pausing { .. } | State::Resting | State::Asking | State::Ended => {}
         }
         self.end(router, Outcome::Gone, now);
     }
@@ -464,6 +467,7 @@ impl State {
         match self {
             State::Queued => "queued",
             State::Pausing { .. } => "pausing",
+            State::Resting => "resting",
             State::Asking => "asking",
             State::Arbitrating { .. } => "arbitrating",
             State::WaitingOut { .. } => "waiting out",

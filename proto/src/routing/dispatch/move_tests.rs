@@ -325,6 +325,48 @@ fn a_grant_that_would_place_the_session_waits_for_the_targets_word() {
 }
 
 #[test]
+fn an_owner_that_has_withdrawn_a_later_number_goes_on_above_it() {
+    // MIG-2, SES-4: it refuses the number it owns; nobody else has the session.
+    let mut r = router_of(&[Role::Decode; 3], RouterConfig::default());
+    r.sessions.open(&s());
+    let at = r.view.at(D0);
+    r.sessions
+        .record_mut(&s())
+        .expect("opened")
+        .lives_at(at, placement(4), 1010);
+    r.sessions.close(&s());
+    let mut d = start(&mut r, 1100);
+    assert_eq!(probe(&mut d).1.placement, Some(placement(4)));
+    let mut stale = refuses(D0, Reason::StaleEpoch, 1010);
+    stale.epoch = Some(epoch(4));
+    say(&mut d, &mut r, answer(stale));
+    let (w, request) = probe(&mut d);
+    assert_eq!((w, request.placement), (D0, Some(placement(5))));
+}
+
+#[test]
+fn a_fallback_that_meets_a_busy_session_waits() {
+    // ADM-8: the body names the session, so that the engine takes it for a turn.
+    let mut r = decoders(1);
+    let mut d = start(&mut r, 1000);
+    probe(&mut d);
+    say(
+        &mut d,
+        &mut r,
+        answer(refuses(D0, Reason::SessionNotResidentNoCapacity, 0)),
+    );
+    assert_eq!(run(&mut d).1, None);
+    say(&mut d, &mut r, Event::TurnRefused(Reason::SessionBusy));
+    let Some(Effect::Wait { until }) = d.poll_effect() else {
+        panic!("it waits")
+    };
+    d.handle_timeout(&mut r, until);
+    assert_eq!(run(&mut d), (D0, None));
+    complete(&mut d, &mut r);
+    assert_eq!(inflight(&r), [0]);
+}
+
+#[test]
 fn an_owner_that_lost_its_placement_is_not_asked_for_it_again() {
     // SES-4, ROUTE-9: whoever owns the session now is found by asking.
     let config = RouterConfig::default();

@@ -216,10 +216,7 @@ impl Dispatch {
                 self.probe(router, worker, Some(Via::Prefill), now);
             }
             Meaning::Moved => self.follow(router, worker, via, facts, now),
-            Meaning::Outdated if first_correction => {
-                self.corrected.push(worker);
-                self.outdated(router, worker, via, facts.epoch, now);
-            }
+            Meaning::Outdated if first_correction => self.outdated(router, worker, via, facts.epoch, now),
             Meaning::Restarted if first_correction => {
                 self.corrected.push(worker);
                 self.probe(router, worker, via, now);
@@ -240,7 +237,13 @@ impl Dispatch {
 
     pub(super) fn turn_refused<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run, reason: Reason, now: Now) {
         router.view.leave(run.ticket);
-        if run.mode == ExecutionMode::Fallback {
+        if run.mode == ExecutionMode::Fallback && meaning(reason) == Meaning::Busy {
+            // ADM-8: a body that names the session is its turn, tagged or not.
+            if self.trace.chain.last() != Some(&reason) {
+                self.trace.chain.push(reason);
+            }
+            self.wait(router, State::Resting, now);
+        } else if run.mode == ExecutionMode::Fallback {
             self.trace.chain.push(reason);
             self.failed.push(run.worker);
             self.after_failure(router, reason, now);

@@ -9,11 +9,12 @@ use crate::{
         mutation::off,
         resident::{Resident, higher},
         session::SessionStore,
-        view::{Ticket, View, WorkerIndex},
+        view::{Health, Ticket, View, WorkerIndex},
     },
     time::Now,
     wire::{
         admit::{ImportRequest, PeerRef, Source},
+        info::Standing,
         reason::Reason,
         turn::TurnTag,
     },
@@ -277,14 +278,16 @@ impl Dispatch {
     }
 }
 
-/// SYNC-2. The source is the holder with most committed tokens, up to the prompt; among equals the later placement, then a
-/// prefill worker.
+/// SYNC-2. The source is the holder with most committed tokens, up to the prompt; among equals the later placement, then an
+/// owner that drains (it has to learn that it lost the session, SES-4), then a prefill worker.
 fn choose(view: &View, reseed: &Reseed, input: u32, prefill: Option<WorkerIndex>) -> Way {
     let worth = |r: &Resident| {
         let placement = r.epoch.map_or(0, |e| e.placement.n);
+        let leaves = r.standing == Standing::Owner && view.worker(r.worker).health() == Health::Draining;
         (
             r.tokens.min(input),
             placement,
+            leaves,
             Some(r.worker) == prefill,
             std::cmp::Reverse(r.worker),
         )

@@ -171,6 +171,22 @@ fn the_old_owner_is_the_source_if_it_holds_more() {
 }
 
 #[test]
+fn an_owner_that_drains_is_the_source_among_equals_so_that_it_learns() {
+    // SES-4, MIG-4: else it would own the session until its deadline.
+    for (drains, source) in [(false, Incarnation(1)), (true, Incarnation(2))] {
+        let mut r = seeded();
+        let mut d = at_d2(&mut r, 1100);
+        if drains {
+            r.view.draining(D1);
+        }
+        locate(&mut d);
+        let found = vec![held(D0, 1010, 1, Standing::Replica), held(D1, 1010, 1, Standing::Owner)];
+        say(&mut d, &mut r, Event::Located(found));
+        assert_eq!(hand_over(&mut d).import.incarnation, source);
+    }
+}
+
+#[test]
 fn a_holder_that_fails_gives_way_to_the_next_and_then_to_prefill() {
     // SYNC-2, XFER-7: bounded, and no reject of the decode worker.
     let mut r = seeded();

@@ -14,7 +14,7 @@ use super::{
     Router,
     resident::{Resident, higher},
     session::{Pending, Record, SessionStore},
-    view::{At, Health, WorkerIndex},
+    view::{At, WorkerIndex},
 };
 use crate::{
     id::{Placement, SessionId},
@@ -71,12 +71,25 @@ impl Move {
         if worker.role() == Role::Prefill {
             return Err(CannotMove::TakesNoTurns);
         }
-        let incarnation = worker.incarnation().filter(|_| worker.health() == Health::Up);
-        let incarnation = incarnation.ok_or(CannotMove::Target(worker.health()))?;
         let owner = owner(found)?;
+        Move::from(router, session, owner, owner.highest(), target, now)
+    }
+
+    /// The same, away from a worker whose word is that it owns the session; what is taken lies above `heard`.
+    pub fn from<S: SessionStore>(
+        router: &mut Router<S>,
+        session: SessionId,
+        owner: Resident,
+        heard: Option<Placement>,
+        target: WorkerIndex,
+        now: Now,
+    ) -> Result<Move, CannotMove> {
         if owner.worker == target {
             return Err(CannotMove::ToItself);
         }
+        let worker = router.view.worker(target);
+        let incarnation = worker.incarnation().filter(|_| worker.takes_turns());
+        let incarnation = incarnation.ok_or(CannotMove::Target(worker.health()))?;
         let peer = router
             .view
             .worker(owner.worker)
@@ -88,18 +101,16 @@ impl Move {
         }
         let owned = owner.epoch.map(|e| e.placement);
         // Lost to somebody who is gone, its copy may be the last one: it is moved, under a number above.
-        let present = |at: &At| router.view.is_present(*at) && router.view.worker(at.worker).answers();
-        let elsewhere = record
-            .and_then(|r| r.pin)
-            .filter(|at| at.worker != owner.worker && present(at));
-        let known = record.and_then(|r| r.placement).filter(|_| elsewhere.is_some());
-        if let Some(known) = known.filter(|k| owned.is_none_or(|owned| owned.n < k.n)) {
+        if let Some(known) = record.and_then(|r| r.left(owner.worker, owned, &router.view)) {
             return Err(CannotMove::Superseded { known });
         }
         if record.is_some_and(|r| r.pending.is_some()) || !router.sessions.begin_move(&session) {
             return Err(CannotMove::Running);
         }
-        let above = higher(router.sessions.peek(&session).and_then(Record::above), owned);
+        let above = higher(
+            router.sessions.peek(&session).and_then(Record::above),
+            higher(owned, heard),
+        );
         let placement = router.store.take(&session, above);
         let source = router.view.at(owner.worker);
         let pending = Pending {

@@ -8,6 +8,7 @@ use crate::{
     routing::{
         Dispatch, Effect, Event, MemoryStore, Outcome, RouterConfig, Turn,
         testing::{D0, D1, D2, admits, info, view},
+        view::Health,
     },
     wire::{
         admit::{ImportAnswer, Mode},
@@ -165,6 +166,38 @@ fn a_move_that_cannot_begin_changes_nothing() {
     r.view.lost(D1);
     let mut mv = Move::start(&mut r, s(), &[owner], WorkerIndex(3), T).expect("a target");
     assert_eq!(import(&mut mv).placement.n, 41);
+}
+
+#[test]
+fn a_session_that_runs_elsewhere_is_not_moved_from_who_still_calls_itself_owner() {
+    // SES-4, MIG-3: the turn was reseeded from the replica; the old owner has not heard of it.
+    let mut r = router(&[Role::Decode; 3]);
+    let mut mv = start(&mut r, D1);
+    tell(&mut mv, &mut r, MoveEvent::Refused(Reason::NotOwner));
+    tell(&mut mv, &mut r, MoveEvent::Withdrawn(WithdrawAnswer::Withdrawn));
+    let turn = Turn {
+        session: Some(s()),
+        input_tokens: 1_000,
+        max_new_tokens: None,
+        estimated: false,
+    };
+    r.view.draining(D0);
+    let mut d = Dispatch::start(&mut r, turn, T);
+    let Some(Effect::Probe { worker, request }) = d.poll_effect() else {
+        panic!("it is placed elsewhere")
+    };
+    let known = request.placement.expect("taken");
+    d.handle(&mut r, Event::Answer(Box::new(admits(worker, Mode::Direct, 900))), T)
+        .expect("expected");
+    d.handle(&mut r, Event::FirstByte, T).expect("expected");
+    let again = |r: &mut Router<MemoryStore>| {
+        let owner = held(D0, Standing::Owner, 30);
+        Move::from(r, s(), owner, None, if worker == D1 { D2 } else { D1 }, T).map(|_| ())
+    };
+    assert_eq!(again(&mut r), Err(CannotMove::Superseded { known }), "while it streams");
+    d.handle(&mut r, Event::Completed { output_tokens: 1 }, T)
+        .expect("expected");
+    assert_eq!(again(&mut r), Err(CannotMove::Superseded { known }), "and afterwards");
 }
 
 #[test]
