@@ -204,23 +204,20 @@ impl Passing<'_> {
             target,
             now,
         );
-        match moves::noted(lane, &view.session_id, target, started) {
-            Ok(mv) => {
-                let (session, tokens) = (view.session_id.clone(), u64::from(view.committed));
-                *self.promised.entry(target).or_default() += tokens;
-                let lane = self.lane.clone();
-                self.running.spawn(async move {
-                    let outcome = moves::carry(&lane, mv).await;
-                    Tried {
-                        session,
-                        target,
-                        tokens,
-                        outcome,
-                    }
-                });
-            }
-            // A later pass comes.
-            Err(_) => {}
+        // Not begun: a later pass comes.
+        if let Ok(mv) = moves::noted(lane, &view.session_id, target, started) {
+            let (session, tokens) = (view.session_id.clone(), u64::from(view.committed));
+            *self.promised.entry(target).or_default() += tokens;
+            let lane = lane.clone();
+            self.running.spawn(async move {
+                let outcome = moves::carry(&lane, mv).await;
+                Tried {
+                    session,
+                    target,
+                    tokens,
+                    outcome,
+                }
+            });
         }
     }
 
