@@ -11,7 +11,7 @@ use crate::{
     },
 };
 
-use super::{Timer, Worker, mutation::off};
+use super::{Effect, Timer, Worker, mutation::off};
 
 impl Worker {
     /// May this turn run here? The answer waits for nothing (ADM-11). A grant is idempotent by its request key; a
@@ -109,6 +109,9 @@ impl Worker {
         };
         if session.state == SessionState::Admitted(id) {
             session.state = SessionState::Idle;
+            self.effects.push_back(Effect::Arrived {
+                session: session.id.clone(),
+            });
         }
         self.refresh(key);
     }
