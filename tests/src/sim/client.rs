@@ -98,6 +98,11 @@ impl Client {
         self.asked.as_ref().map(|a| a.number)
     }
 
+    /// The request that it waits for goes through a router's dispatch.
+    pub fn is_routed(&self) -> bool {
+        self.asked.as_ref().is_some_and(|a| a.direct.is_none())
+    }
+
     /// The next request; none if it waits, or is done.
     pub fn next(&mut self, plan: &Plan) -> Option<Request> {
         if self.asked.is_some() || self.left == 0 {

@@ -78,6 +78,19 @@ impl Node {
                 let ask = Message::Ask(self.next, Ask::Release(session, question));
                 self.out.push(Out::Send(worker.0.into(), ask));
             }
+            Effect::Placed {
+                worker,
+                session,
+                placement,
+            } => {
+                self.next += 1;
+                let question = ReleaseRequest {
+                    placed: Some(placement),
+                    ..ReleaseRequest::default()
+                };
+                let ask = Message::Ask(self.next, Ask::Release(session, question));
+                self.out.push(Out::Send(worker.0.into(), ask));
+            }
             Effect::Refuse(_) => {}
         }
     }

@@ -1,10 +1,13 @@
 //! What an operator does to a world: moves sessions at moments that suit nobody, drains workers and restarts them.
 
-use kvc_proto::routing::WorkerIndex;
+use kvc_proto::{routing::WorkerIndex, wire::info::Role};
 
 use super::{
+    client::Answer,
     clock::Time,
     message::NodeId,
+    oracle::Oracle,
+    process::Process,
     world::{Event, World},
 };
 
@@ -57,6 +60,7 @@ impl World {
         process.w.set_draining(true);
         let owned = self.owners.of(node);
         self.note(|| format!("worker {node} drains: it owns {owned} sessions"));
+        self.look_for_light();
         self.at(self.now + LOOK, Event::Drained(node, lives, self.now + PATIENCE));
     }
 
@@ -81,5 +85,28 @@ impl World {
                 process.w.set_draining(false);
             }
         }
+    }
+
+    /// Whether any worker takes turns now.
+    pub(super) fn look_for_light(&mut self) {
+        let takes = |p: &Process| p.role != Role::Prefill && !p.w.draining();
+        let mut up = self.hosts.iter().filter_map(|h| h.process.as_ref());
+        self.dark |= !up.any(takes);
+    }
+
+    /// MIG-4: in a world without faults a request is refused for want of room, or because its session is busy, and for
+    /// nothing that an operator does.
+    pub(super) fn check_served(&mut self, client: usize, answer: &Answer) {
+        let faults = self.plan.fault_gap > 0 || self.dark;
+        if faults || !self.clients[client].is_routed() {
+            return;
+        }
+        let Answer::Error(why) = answer else { return };
+        let fine = ["session-busy", "too-large", "Broken(Internal)", "no-d-capacity"];
+        let also = "session-not-resident-no-capacity";
+        self.watch
+            .check(fine.contains(&why.as_str()) || why == also, Oracle::Served, || {
+                format!("client {client} gets {why} in a world without faults")
+            });
     }
 }

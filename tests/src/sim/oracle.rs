@@ -57,6 +57,8 @@ pub enum Oracle {
     OneAnswer,
     /// The answer is the one a plain engine gives.
     TrueAnswer,
+    /// MIG-4: without faults no request fails because a session moves or a worker drains.
+    Served,
     /// Every request is answered within a bound.
     Answered,
     /// SES-3: room that was promised can be had; a waiting turn is not stuck.

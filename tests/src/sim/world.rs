@@ -99,6 +99,8 @@ pub struct World {
     pub(super) past: Past,
     pub(super) routers_started: u64,
     pub(super) owners: Owners,
+    /// At some moment no worker took turns.
+    pub(super) dark: bool,
 }
 
 /// What ended processes had done.
@@ -227,6 +229,7 @@ impl World {
             past: Past::default(),
             routers_started: plan_routers,
             owners: Owners::default(),
+            dark: false,
             rng,
         };
         for node in 0..world.hosts.len() {
@@ -477,6 +480,7 @@ impl World {
         self.past.add(&process);
         self.owners.gone(node);
         self.note(|| format!("worker {node} ends"));
+        self.look_for_light();
         for (call, caller) in process.open.clone() {
             self.send(node, caller, Message::Reset(call));
         }
@@ -543,6 +547,7 @@ impl World {
                 }
                 router::Out::Answer(client, number, answer) => {
                     self.note(|| format!("client {client} gets {answer:?}"));
+                    self.check_served(client, &answer);
                     let plan = &self.plan;
                     if self.clients[client].answered(number, &answer, plan, &mut self.watch) {
                         let at = self.now + self.clients[client].thinks(plan);
