@@ -8,9 +8,9 @@ use std::{
 };
 
 use kvc_proto::{
-    id::SessionId,
+    id::{Placement, SessionId},
     routing::{
-        Health, Move, MoveOutcome, WorkerIndex,
+        CannotMove, Health, Move, MoveOutcome, WorkerIndex,
         leave::{Leave, leave},
         target,
     },
@@ -184,12 +184,7 @@ impl Passing<'_> {
         let found = worker::held(lane, &view.session_id, &workers, lane.app.config.timeouts.admit).await;
         let (owner, heard) = match leave(&found, self.w) {
             Leave::Move { owner, heard } => (owner, heard),
-            Leave::Drop => {
-                if worker::drop_copy(lane, self.w, &view.session_id).await.is_ok() {
-                    self.done.moved += 1;
-                }
-                return;
-            }
+            Leave::Tell(placement) => return self.tell(view, placement),
             Leave::Nothing => return,
         };
         let Some(target) = self.target(&view.session_id) else {
@@ -204,21 +199,31 @@ impl Passing<'_> {
             target,
             now,
         );
-        // Not begun: a later pass comes.
-        if let Ok(mv) = moves::noted(lane, &view.session_id, target, started) {
-            let (session, tokens) = (view.session_id.clone(), u64::from(view.committed));
-            *self.promised.entry(target).or_default() += tokens;
-            let lane = lane.clone();
-            self.running.spawn(async move {
-                let outcome = moves::carry(&lane, mv).await;
-                Tried {
-                    session,
-                    target,
-                    tokens,
-                    outcome,
-                }
-            });
+        match moves::noted(lane, &view.session_id, target, started) {
+            Err(CannotMove::Superseded { known }) => self.tell(view, known),
+            // A later pass comes.
+            Err(_) => {}
+            Ok(mv) => {
+                let (session, tokens) = (view.session_id.clone(), u64::from(view.committed));
+                *self.promised.entry(target).or_default() += tokens;
+                let lane = lane.clone();
+                self.running.spawn(async move {
+                    let outcome = moves::carry(&lane, mv).await;
+                    Tried {
+                        session,
+                        target,
+                        tokens,
+                        outcome,
+                    }
+                });
+            }
         }
+    }
+
+    /// SES-4: it lives elsewhere since, and this worker has not heard of it.
+    fn tell(&mut self, view: &SessionView, placement: Placement) {
+        worker::placed(self.lane, self.w, view.session_id.clone(), placement);
+        self.done.moved += 1;
     }
 
     /// By capacity, not who has refused it; after all have, each may be asked again in the next pass.

@@ -113,7 +113,7 @@ pub async fn drive(lane: &Arc<Lane>, request: ClientRequest) -> Response<Answer>
                 live.timeout();
             }
             // Carried out by `next`.
-            Some(Effect::Release { .. }) => {}
+            Some(Effect::Release { .. } | Effect::Placed { .. }) => {}
             Some(Effect::Refuse(refused)) => {
                 let answer = last.take().unwrap_or_else(|| explain(refused, &live).into_response());
                 return live.signed(answer);
@@ -183,6 +183,11 @@ impl Live {
                     session,
                     request,
                 } => worker::release(&self.lane, worker, session, request),
+                Effect::Placed {
+                    worker,
+                    session,
+                    placement,
+                } => worker::placed(&self.lane, worker, session, placement),
                 effect => return Some(effect),
             }
         }

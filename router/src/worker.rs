@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use hyper::{Method, Request, header};
 use kvc_proto::{
-    id::{Incarnation, RequestKey, SessionId},
+    id::{Incarnation, Placement, RequestKey, SessionId},
     routing::{Event, Resident, WorkerIndex},
     wire::{
         admit::{
@@ -144,36 +144,35 @@ pub async fn withdraw(
     answer
 }
 
-/// `POST /kvc/v1/sessions/{id}/release`; nobody waits for it.
+/// `POST /kvc/v1/sessions/{id}/release` of a grant; nobody waits for it. One that is lost lapses by itself (ADM-10).
 pub fn release(lane: &Arc<Lane>, w: WorkerIndex, session: SessionId, request: RequestKey) {
+    let question = ReleaseRequest {
+        request: Some(request),
+        ..ReleaseRequest::default()
+    };
+    tell(lane, w, session, question);
+}
+
+/// The same, for a worker that thinks it owns the session: it was granted elsewhere under that number (SES-4). One that is
+/// lost does not matter for long: the worker hears of it when it is asked or emptied.
+pub fn placed(lane: &Arc<Lane>, w: WorkerIndex, session: SessionId, placement: Placement) {
+    let question = ReleaseRequest {
+        placed: Some(placement),
+        ..ReleaseRequest::default()
+    };
+    tell(lane, w, session, question);
+}
+
+fn tell(lane: &Arc<Lane>, w: WorkerIndex, session: SessionId, question: ReleaseRequest) {
     let lane = lane.clone();
     tokio::spawn(async move {
         let path = session_path(&session, "/release");
-        let question = ReleaseRequest {
-            request: Some(request),
-            drop_kv: false,
-            placed: None,
-        };
         let within = lane.app.config.timeouts.admit;
         let answer = ask::<serde::de::IgnoredAny>(lane.module(w), Method::POST, &path, Some(&question), within).await;
-        // A release that is lost lapses by itself (ADM-10).
         if let Err(error) = answer {
             tracing::debug!(%session, worker = w.0, %error, "release not confirmed");
         }
     });
-}
-
-/// `POST /kvc/v1/sessions/{id}/release` of the copy itself.
-pub async fn drop_copy(lane: &Lane, w: WorkerIndex, session: &SessionId) -> Result<(), AskError> {
-    let question = ReleaseRequest {
-        request: None,
-        drop_kv: true,
-        placed: None,
-    };
-    let within = lane.app.config.timeouts.admit;
-    let path = session_path(session, "/release");
-    ask::<serde::de::IgnoredAny>(lane.module(w), Method::POST, &path, Some(&question), within).await?;
-    Ok(())
 }
 
 /// `GET /kvc/v1/sessions/{id}` at each of them, at once: what they hold. Who does not answer in time is missing.

@@ -100,7 +100,7 @@ fn choices(effect: &Effect) -> Vec<Option<Event>> {
             Some(Event::FirstByte),
         ],
         Effect::Wait { .. } => vec![None],
-        Effect::Release { .. } | Effect::Refuse(_) => vec![],
+        Effect::Release { .. } | Effect::Placed { .. } | Effect::Refuse(_) => vec![],
     };
     events.push(Some(Event::ClientGone));
     events
@@ -182,6 +182,7 @@ impl Course {
                 Effect::Release { worker, request, .. } => {
                     *self.released.entry((worker, request.attempt)).or_default() += 1;
                 }
+                Effect::Placed { .. } => {}
                 Effect::Refuse(_) => self.refusals += 1,
                 effect => assert!(self.open.replace(effect).is_none(), "two open questions"),
             }

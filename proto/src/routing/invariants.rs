@@ -173,7 +173,7 @@ impl World {
                     d.handle(&mut self.router, Event::FirstByte, Now(0)).expect("runs");
                     Event::Completed { output_tokens: 8 }
                 }
-                Effect::Refuse(_) => continue,
+                Effect::Refuse(_) | Effect::Placed { .. } => continue,
                 other => panic!("not in this world: {other:?}"),
             };
             d.handle(&mut self.router, event, Now(0)).expect("expected");

@@ -14,9 +14,9 @@ pub enum Leave {
         /// The highest placement that any worker has heard of.
         heard: Option<Placement>,
     },
-    /// It lost the session without hearing of it (SES-4), and somebody else holds as much or owns it with KV: the copy is
-    /// dropped.
-    Drop,
+    /// It lost the session without hearing of it (SES-4), and somebody else holds as much or owns it with KV: it is told under
+    /// which number.
+    Tell(Placement),
     /// There is nothing to hand over.
     Nothing,
 }
@@ -30,13 +30,12 @@ pub fn leave(found: &[Resident], worker: WorkerIndex) -> Leave {
     let held = own.epoch.map(|e| e.placement);
     let is_later = |r: &&Resident| r.highest().is_some_and(|p| held.is_none_or(|held| held.n < p.n));
     let covers = |r: &Resident| r.tokens > 0 && (r.standing == Standing::Owner || r.tokens >= own.tokens);
-    if found.iter().filter(|r| r.worker != worker).filter(is_later).any(covers) {
-        return Leave::Drop;
-    }
-    // The last copy there is goes on, whoever has heard of a later owner that is gone.
-    Leave::Move {
-        owner: *own,
-        heard: found.iter().fold(None, |p, r| higher(p, r.highest())),
+    let heard = found.iter().fold(None, |p, r| higher(p, r.highest()));
+    let covered = found.iter().filter(|r| r.worker != worker).filter(is_later).any(covers);
+    match heard.filter(|_| covered) {
+        Some(placement) => Leave::Tell(placement),
+        // The last copy there is goes on, whoever has heard of a later owner that is gone.
+        None => Leave::Move { owner: *own, heard },
     }
 }
 
@@ -60,13 +59,13 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_hands_over_and_a_copy_that_is_covered_is_dropped() {
+    fn an_owner_hands_over_and_who_lost_the_session_is_told() {
         // MIG-4, SES-4
         let own = held(D0, Standing::Owner, 100, 5);
-        let heard = |n| Some(Placement { n, store: StoreId(1) });
+        let number = |n| Placement { n, store: StoreId(1) };
         let moved = |n| Leave::Move {
             owner: own,
-            heard: heard(n),
+            heard: Some(number(n)),
         };
         assert_eq!(leave(&[own], D0), moved(5));
         assert_eq!(
@@ -76,10 +75,13 @@ mod tests {
         );
         assert_eq!(
             leave(&[own, held(D1, Standing::Owner, 10, 7)], D0),
-            Leave::Drop,
+            Leave::Tell(number(7)),
             "it lives there"
         );
-        assert_eq!(leave(&[own, held(D1, Standing::Replica, 100, 7)], D0), Leave::Drop);
+        assert_eq!(
+            leave(&[own, held(D1, Standing::Replica, 100, 7)], D0),
+            Leave::Tell(number(7))
+        );
         assert_eq!(
             leave(&[own, held(D1, Standing::Replica, 90, 7)], D0),
             moved(7),

@@ -110,6 +110,32 @@ async fn a_session_that_is_refused_takes_its_kv_along() {
 }
 
 #[tokio::test]
+async fn an_old_owner_whose_kv_was_not_taken_is_told() {
+    // SES-4
+    let world = World::start(
+        &[Role::Prefill, Role::Decode, Role::Decode],
+        &["--kvcache-migration-reject-threshold", "1"],
+    )
+    .await;
+    let [p, d1] = [&world.workers[0], &world.workers[1]];
+    client::post(world.address(), "/generate", Some("s"), BODY).await;
+    d1.behave().refusals.push_back(Reason::NoDCapacity);
+    client::post(world.address(), "/generate", Some("s"), BODY).await;
+    d1.shows("s", Standing::Owner, 5, placement(1));
+    p.shows("s", Standing::Replica, 7, placement(1));
+    let reply = client::post(world.address(), "/generate", Some("s"), BODY).await;
+    assert_eq!(reply.header("x-kvc-source"), "replica", "{reply:?}");
+    super::eventually("it is told", || {
+        let releases = d1.seen("/s/release");
+        releases
+            .iter()
+            .any(|s| String::from_utf8_lossy(&s.body).contains("placed"))
+    })
+    .await;
+    world.is_quiet().await;
+}
+
+#[tokio::test]
 async fn a_replica_that_cannot_be_read_is_computed_again() {
     // XFER-7, SYNC-2
     let world = evicted(&[]).await;

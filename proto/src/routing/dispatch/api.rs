@@ -2,7 +2,7 @@
 
 use super::super::{resident::Resident, view::WorkerIndex};
 use crate::{
-    id::{RequestKey, SessionId},
+    id::{Placement, RequestKey, SessionId},
     time::Now,
     wire::{
         admit::{AdmitAnswer, AdmitRequest, ImportRequest, Mode, Source, WithdrawAnswer, WithdrawRequest},
@@ -122,6 +122,16 @@ pub enum Effect {
         session: SessionId,
         /// The grant.
         request: RequestKey,
+    },
+    /// `POST /kvc/v1/sessions/{id}/release` with `placed`: the session was granted elsewhere, and this worker, which thinks
+    /// that it owns it, will not hear of it otherwise (SES-4); nobody waits for the answer.
+    Placed {
+        /// At whom.
+        worker: WorkerIndex,
+        /// The session.
+        session: SessionId,
+        /// The number it was granted under.
+        placement: Placement,
     },
     /// The client's answer; the dispatch is over.
     Refuse(Refused),

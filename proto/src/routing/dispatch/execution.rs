@@ -2,7 +2,10 @@
 
 use super::{Dispatch, Effect, ExecutionMode, Outcome, Run, State};
 use crate::{
-    routing::{Router, session::SessionStore},
+    routing::{
+        Router,
+        session::{Record, SessionStore},
+    },
     time::Now,
     wire::{reason::Reason, turn::TurnTag},
 };
@@ -11,6 +14,7 @@ impl Dispatch {
     pub(super) fn run<S: SessionStore>(&mut self, router: &mut Router<S>, run: Run, now: Now) {
         self.placing(router, false);
         self.granted(router, &run);
+        self.tell_owners(router, &run);
         self.trace.mode = Some(run.mode);
         self.trace.worker = Some(run.worker);
         self.trace.admitted = Some(now);
@@ -38,6 +42,33 @@ impl Dispatch {
         }
     }
 
+    /// SES-4: who owned the session before, and will not hear of the new number from a lease, is told. A worker that does
+    /// not answer hears of it when it is asked again.
+    fn tell_owners<S: SessionStore>(&mut self, router: &mut Router<S>, run: &Run) {
+        let session = self
+            .turn
+            .session
+            .clone()
+            .filter(|_| run.mode != ExecutionMode::Fallback);
+        let (Some(session), Some(placement)) = (session, run.placement) else {
+            return;
+        };
+        let record = router.sessions.peek(&session);
+        let older = |r: &&Record| r.placement.is_some_and(|held| held.n < placement.n);
+        let pin = record.filter(older).and_then(|r| r.pin);
+        let pin = pin.filter(|at| router.view.is_present(*at)).map(|at| at.worker);
+        let pin = pin.filter(|w| Some(*w) != run.source && !run.owners.contains(w));
+        for worker in run.owners.iter().copied().chain(pin) {
+            if worker != run.worker && router.view.worker(worker).answers() {
+                self.effects.push_back(Effect::Placed {
+                    worker,
+                    session: session.clone(),
+                    placement,
+                });
+            }
+        }
+    }
+
     /// DISP-5: no session kept, the next worker in turn; the engine's own queue orders it (docs/adr/0020).
     pub(super) fn fallback<S: SessionStore>(&mut self, router: &mut Router<S>, now: Now) {
         let Some(worker) = router.view.next_decode(&self.failed) else {
@@ -55,6 +86,8 @@ impl Dispatch {
             placement: None,
             prefilled: None,
             backup: None,
+            source: None,
+            owners: Vec::new(),
         };
         self.run(router, run, now);
     }

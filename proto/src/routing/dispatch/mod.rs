@@ -1,7 +1,7 @@
 //! Algorithm 3: one client request from the first routing decision to its one answer (DISP-1..9). Driven by the HTTP
 //! front.
 //!
-//! Every effect but [`Effect::Release`] and [`Effect::Refuse`] is answered by exactly one of the events it names; a
+//! Every effect but [`Effect::Release`], [`Effect::Placed`] and [`Effect::Refuse`] is answered by exactly one of the events it names; a
 //! client that goes away may be reported at any time. Whatever happens, the dispatch ends in one [`Outcome`], its
 //! tickets are handed back once, and its session is closed once.
 
@@ -123,6 +123,10 @@ struct Run {
     prefilled: Option<WorkerIndex>,
     /// The backup that the worker was told of (SYNC-1).
     backup: Option<At>,
+    /// Who gave the KV under the number of this run.
+    source: Option<WorkerIndex>,
+    /// Who has said to own the session, and has not given its KV under the new number.
+    owners: Vec<WorkerIndex>,
 }
 
 #[derive(Clone, Copy, Debug)]

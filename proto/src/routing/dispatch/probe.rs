@@ -57,6 +57,8 @@ impl Dispatch {
                 placement,
                 prefilled: None,
                 backup: None,
+                source: None,
+                owners: Vec::new(),
             };
             self.tried.push(worker);
             self.run(router, run, now);
@@ -163,6 +165,8 @@ impl Dispatch {
             placement: answer.epoch.map(|e| e.placement).or(sent),
             prefilled: None,
             backup,
+            source: None,
+            owners: Vec::new(),
         };
         match mode {
             Mode::Direct => {

@@ -9,7 +9,7 @@ use crate::{
         mutation::off,
         resident::{Resident, higher},
         session::SessionStore,
-        view::{Health, Ticket, View, WorkerIndex},
+        view::{Ticket, View, WorkerIndex},
     },
     time::Now,
     wire::{
@@ -122,6 +122,8 @@ impl Dispatch {
         }
         let d = reseed.run.worker;
         let can = |r: &&Resident| r.tokens > 0 && r.worker != d && router.view.worker(r.worker).as_peer().is_some();
+        let owns = |r: &&Resident| r.standing == Standing::Owner && r.is_known() && r.worker != d;
+        reseed.run.owners = found.iter().filter(owns).map(|r| r.worker).collect();
         reseed.holders = found.iter().filter(can).copied().collect();
         self.hand_over(router, reseed, now);
     }
@@ -135,7 +137,12 @@ impl Dispatch {
         now: Now,
     ) {
         self.trace.source = Some(match kv {
-            Kv::Held { .. } => Source::Replica,
+            Kv::Held { by } => {
+                // Its lease was under the new number.
+                reseed.run.owners.retain(|w| *w != by);
+                reseed.run.source = Some(by);
+                Source::Replica
+            }
             Kv::Prefilled { by, ticket } => {
                 router.view.leave(ticket);
                 router.view.succeeded(by);
@@ -278,16 +285,15 @@ impl Dispatch {
     }
 }
 
-/// SYNC-2. The source is the holder with most committed tokens, up to the prompt; among equals the later placement, then an
-/// owner that drains (it has to learn that it lost the session, SES-4), then a prefill worker.
+/// SYNC-2. The source is the holder with most committed tokens, up to the prompt; among equals the later placement, then its
+/// owner (ownership goes with the data, SES-4), then a prefill worker.
 fn choose(view: &View, reseed: &Reseed, input: u32, prefill: Option<WorkerIndex>) -> Way {
     let worth = |r: &Resident| {
         let placement = r.epoch.map_or(0, |e| e.placement.n);
-        let leaves = r.standing == Standing::Owner && view.worker(r.worker).health() == Health::Draining;
         (
             r.tokens.min(input),
             placement,
-            leaves,
+            r.standing == Standing::Owner,
             Some(r.worker) == prefill,
             std::cmp::Reverse(r.worker),
         )

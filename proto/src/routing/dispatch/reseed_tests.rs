@@ -171,19 +171,50 @@ fn the_old_owner_is_the_source_if_it_holds_more() {
 }
 
 #[test]
-fn an_owner_that_drains_is_the_source_among_equals_so_that_it_learns() {
-    // SES-4, MIG-4: else it would own the session until its deadline.
-    for (drains, source) in [(false, Incarnation(1)), (true, Incarnation(2))] {
+fn ownership_goes_with_the_data() {
+    // SES-4: among equals the old owner is the source; else it is told.
+    for (owner_holds, source, told) in [(1010, Incarnation(2), false), (1009, Incarnation(1), true)] {
         let mut r = seeded();
         let mut d = at_d2(&mut r, 1100);
-        if drains {
-            r.view.draining(D1);
-        }
         locate(&mut d);
-        let found = vec![held(D0, 1010, 1, Standing::Replica), held(D1, 1010, 1, Standing::Owner)];
+        let found = vec![
+            held(D0, 1010, 1, Standing::Replica),
+            held(D1, owner_holds, 1, Standing::Owner),
+        ];
         say(&mut d, &mut r, Event::Located(found));
         assert_eq!(hand_over(&mut d).import.incarnation, source);
+        say(&mut d, &mut r, Event::Imported);
+        let placed = Effect::Placed {
+            worker: D1,
+            session: s(),
+            placement: placement(2),
+        };
+        match told {
+            true => assert_eq!(d.poll_effect(), Some(placed)),
+            false => assert!(matches!(d.poll_effect(), Some(Effect::Run { worker: D2, .. }))),
+        }
     }
+}
+
+#[test]
+fn an_old_owner_is_told_of_a_copy_that_runs_elsewhere() {
+    // SES-4: an older copy at D2 is admitted as it is.
+    let mut r = seeded();
+    let at = r.view.at(D2);
+    r.sessions.record_mut(&s()).expect("seeded").holds(at, 900);
+    r.config.policy.reject_threshold = 1;
+    let at = r.view.at(D1);
+    r.sessions.record_mut(&s()).expect("seeded").reject(at);
+    let mut d = start(&mut r, 1100);
+    let (w, request) = probe(&mut d);
+    assert_eq!(w, D2);
+    say(&mut d, &mut r, answer(admits(D2, Mode::Direct, 900)));
+    let placed = Effect::Placed {
+        worker: D1,
+        session: s(),
+        placement: request.placement.expect("taken"),
+    };
+    assert_eq!(d.poll_effect(), Some(placed));
 }
 
 #[test]

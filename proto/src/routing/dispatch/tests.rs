@@ -60,9 +60,12 @@ pub(super) fn probe(d: &mut Dispatch) -> (WorkerIndex, AdmitRequest) {
 }
 
 pub(super) fn run(d: &mut Dispatch) -> (WorkerIndex, Option<crate::wire::turn::TurnTag>) {
-    match d.poll_effect() {
-        Some(Effect::Run { worker, tag }) => (worker, tag),
-        other => panic!("expected a run, got {other:?}"),
+    loop {
+        match d.poll_effect() {
+            Some(Effect::Placed { .. }) => {}
+            Some(Effect::Run { worker, tag }) => return (worker, tag),
+            other => panic!("expected a run, got {other:?}"),
+        }
     }
 }
 

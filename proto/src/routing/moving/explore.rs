@@ -206,12 +206,16 @@ impl World {
         while let Some(effect) = self.dispatch.as_mut().and_then(Dispatch::poll_effect) {
             match &effect {
                 Effect::Release { worker, .. } => self.fleet.nodes[index(*worker)].busy = false,
+                Effect::Placed { worker, placement, .. } => self.fleet.placed(*worker, placement.n),
                 Effect::Probe { request, .. } => self.names(request.placement),
                 Effect::HandOver(h) => self.names(Some(h.import.placement)),
                 Effect::Run { tag, .. } => self.names(tag.as_ref().and_then(|t| t.placement)),
                 _ => {}
             }
-            if !matches!(effect, Effect::Release { .. } | Effect::Refuse(_)) {
+            if !matches!(
+                effect,
+                Effect::Release { .. } | Effect::Placed { .. } | Effect::Refuse(_)
+            ) {
                 self.dispatch_open = Some(effect);
             }
         }
@@ -352,7 +356,7 @@ impl World {
                     dispatch.handle_timeout(&mut self.router, self.now);
                 }
             }
-            Effect::Release { .. } | Effect::Refuse(_) => {}
+            Effect::Release { .. } | Effect::Placed { .. } | Effect::Refuse(_) => {}
         }
     }
 

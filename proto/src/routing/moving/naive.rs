@@ -76,6 +76,14 @@ impl Fleet {
         self.twice |= *self.owned.entry(n).or_insert(w) != w;
     }
 
+    /// SES-4: the session was granted elsewhere.
+    pub(super) fn placed(&mut self, w: WorkerIndex, n: u64) {
+        let node = &mut self.nodes[index(w)];
+        if !node.dead && node.number < n {
+            (node.standing, node.number, node.busy, node.moved) = (Standing::Replica, n, false, None);
+        }
+    }
+
     pub(super) fn owns(&self, w: WorkerIndex, n: u64) -> bool {
         let node = &self.nodes[index(w)];
         node.standing == Standing::Owner && node.number == n
