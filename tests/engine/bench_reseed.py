@@ -11,8 +11,11 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness import script
 from harness.engine import Reply, start_all
@@ -105,7 +108,7 @@ def reseeded(bed: Bed, router: Router, trace: Trace, i: int) -> tuple[Reply, int
 
 def gap(bed: Bed) -> dict:
     """A turn is sent at a random moment of a prepared move; the gap is its time to first token beyond the median of direct
-    turns of that session that meet no move. `moved under it`: the answer came from the target."""
+    turns of that session that meet no move. `moved under it`: the answer came from the target. No attention, see `bed`."""
     print("| context | direct TTFT p50 ms | gap p50 ms | gap p99 ms | moved under it | move p50 ms |")
     print("|---|---:|---:|---:|---:|---:|")
     out: dict = {}
@@ -194,37 +197,40 @@ def percentile(values: list[float], p: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[p - 1] if len(values) > 1 else (values or [0.0])[0]
 
 
-BENCHES = {"reseed": reseed, "gap": gap, "sync": sync}
+@contextmanager
+def bed(attention: bool) -> Iterator[Bed]:
+    """Engines of release builds, stopped at the end. Without attention a turn costs next to nothing, and what waits for a
+    hand-over or a sync shows; on CPU attention over 16,000 tokens would hide it."""
+    env = {} if attention else {"KVC_BENCH_OUT": "/dev/null", "PYTHONPATH": str(Path(__file__).parent / "bench_site")}
+    kw: dict[str, Any] = dict(
+        append=8192 // SCALE, page=16, chunk=2048, flags=["--max-prefill-tokens", "16384"], env=env
+    )
+    prefill = Worker("bench-prefill", role="prefill", pool=65536, **kw)
+    decodes = [Worker(f"bench-decode{i}", role="decode", pool=49152, **kw) for i in (1, 2)]
+    workers = [(w.role, w.url) for w in (prefill, *decodes)]
+    on = Router("bench-on", workers, release=True)
+    off = Router("bench-off", workers, ["--sync=false"], release=True)
+    try:
+        start_all(prefill, *decodes)
+        on.start()
+        off.start()
+        yield Bed(prefill, decodes, on, off)
+    finally:
+        for router in (on, off):
+            router.stop()
+        for worker in (prefill, *decodes):
+            worker.stop()
+
+
+BENCHES = {"reseed": (reseed, True), "gap": (gap, False), "sync": (sync, True)}
 
 
 def main(names: list[str]) -> None:
-    flags, big = ["--max-prefill-tokens", "16384"], dict(page=16, chunk=2048)
-    prefill = Worker("bench-prefill", role="prefill", append=8192 // SCALE, pool=65536, flags=flags, **big)
-    decodes = [
-        Worker(f"bench-decode{i}", role="decode", append=8192 // SCALE, pool=49152, flags=flags, **big) for i in (1, 2)
-    ]
-    workers = [(w.role, w.url) for w in (prefill, *decodes)]
-    bed = Bed(
-        prefill,
-        decodes,
-        *(
-            Router(f"bench-{name}", workers, flags, release=True)
-            for name, flags in (("on", []), ("off", ["--sync=false"]))
-        ),
-    )
-    try:
-        start_all(*bed.workers)
-        bed.on.start()
-        bed.off.start()
-        for name in names:
+    for name in names:
+        figures, attention = BENCHES[name]
+        with bed(attention) as made:
             print(f"\n### {name}\n", flush=True)
-            figures = BENCHES[name](bed)
-            Path(LOGS / f"bench-{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
-    finally:
-        for router in (bed.on, bed.off):
-            router.stop()
-        for worker in bed.workers:
-            worker.stop()
+            Path(LOGS / f"bench-{name}.json").write_text(json.dumps(figures(made), indent=1) + "\n")
 
 
 if __name__ == "__main__":
