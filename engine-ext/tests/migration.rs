@@ -452,7 +452,7 @@ fn a_target_without_room_or_with_an_import_refuses_and_the_source_stays_owner() 
     let mut target = engine(&[], 16);
     let first = import(&target, "s", &move_order(2, &source, 20_000));
     until("it imports", || imports(&target) == 1);
-    until("its lease is here", || leases(&source) == 1);
+    until("its lease is here", || phase(&target) == "landing");
     let before = state(&target);
     let second = import(&target, "s", &move_order(3, &source, 5000))
         .join()
