@@ -331,6 +331,10 @@ class KvcCache(SessionAwareCache):
         room = self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
         promised = self._promised()
         if need + promised > room and (promised or self.landings):
+            if room < promised:  # the lock alone takes what the next chunk of a prefill was promised
+                self.inner.dec_lock_ref(match.last_device_node)
+                self.engine.land_failed(command.import_id)
+                return
             # It waits locked: the machine pins an older copy meanwhile and `evict` guards that copy's prefix, so the
             # tree must not count it as room.
             self.waiting_lands.append((command, match.last_device_node))
