@@ -43,7 +43,13 @@ impl World {
         let after = self.rng.pick(&[0, 0, travels / 2, travels, 2 * travels + 5_000]);
         let long = if self.rng.chance(300) { 1_200_000 } else { 150_000 };
         let time = self.rng.range(2_000, long);
-        let aim = match self.rng.below(12) {
+        // A hand-over is decided by one answer: it is the one to be late.
+        let kind = if what == "asked" && self.rng.chance(300) {
+            11
+        } else {
+            self.rng.below(12)
+        };
+        let aim = match kind {
             0..=2 => Aim::Crash(a),
             3..=5 => Aim::Cut(a, b, time),
             6..=7 => Aim::Freeze(a, time),
