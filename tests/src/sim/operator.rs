@@ -8,12 +8,14 @@ use super::{
     message::NodeId,
     oracle::Oracle,
     process::Process,
-    world::{Event, World},
+    world::{Event, Host, World},
 };
 
 /// How often it looks whether a worker is drained, and how long it waits.
 const LOOK: Time = 25_000;
 const PATIENCE: Time = 600_000;
+/// A worker that takes turns again is known to every router by then.
+const HEARD: Time = 700_000;
 
 impl World {
     pub(super) fn next_operation(&mut self) {
@@ -84,14 +86,16 @@ impl World {
             if let Some(process) = &mut self.hosts[node].process {
                 process.w.set_draining(false);
             }
+            self.hosts[node].since = self.now;
         }
     }
 
-    /// Whether any worker takes turns now.
+    /// Whether any worker takes turns now, and every router has heard of it.
     pub(super) fn look_for_light(&mut self) {
         let takes = |p: &Process| p.role != Role::Prefill && !p.w.draining();
-        let mut up = self.hosts.iter().filter_map(|h| h.process.as_ref());
-        self.dark |= !up.any(takes);
+        let known = |since: Time| since == 0 || self.now > since + HEARD;
+        let up = |h: &Host| known(h.since) && h.process.as_ref().is_some_and(takes);
+        self.dark |= !self.hosts.iter().any(up);
     }
 
     /// MIG-4: in a world without faults a request is refused for want of room, or because its session is busy, and for

@@ -70,6 +70,8 @@ pub(super) struct Host {
     pub(super) process: Option<Process>,
     pub(super) lives: u64,
     pub(super) frozen_until: Time,
+    /// Since when it takes turns.
+    pub(super) since: Time,
     pub(super) timer: Option<Time>,
 }
 
@@ -201,6 +203,7 @@ impl World {
             process: None,
             lives: 0,
             frozen_until: 0,
+            since: 0,
             timer: None,
         };
         let routers = (0..plan.routers).map(|i| {
@@ -391,7 +394,7 @@ impl World {
             return;
         }
         host.lives += 1;
-        (host.timer, host.frozen_until) = (None, 0);
+        (host.timer, host.frozen_until, host.since) = (None, 0, self.now);
         let incarnation = Incarnation(node as u64 * 1000 + host.lives);
         let process = Process::new(
             node,
