@@ -26,6 +26,7 @@ pub mod moves;
 pub mod operator;
 pub mod oracle;
 pub mod owners;
+pub mod past;
 pub mod plan;
 pub mod play;
 pub mod pool;

@@ -4,8 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::{
     oracle::{Oracle, Violation},
+    past::Past,
     plan::{Limits, Plan},
-    world::{Past, World},
+    world::World,
 };
 
 /// What came of one or more worlds.
