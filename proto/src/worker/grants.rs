@@ -128,9 +128,6 @@ impl Worker {
         if self.reservations.is_over(&request.key) {
             return Err(Reason::Released);
         }
-        if self.draining {
-            return Err(Reason::Draining);
-        }
         if let Some(key) = found {
             self.speaks(key, request.placement)?;
             if self.sessions[key].is_idle() && self.sessions[key].yields.is_some_and(|until| now < until) {
@@ -138,6 +135,10 @@ impl Worker {
             }
         }
         let superseded = self.superseded(found, request)?;
+        // ADM-8 before ADM-12: a turn that runs here ends here, it is not placed elsewhere meanwhile.
+        if self.draining {
+            return Err(Reason::Draining);
+        }
         let growth = request.max_new_tokens.unwrap_or(self.config.clip).min(self.config.clip);
         let session = found.map(|k| &self.sessions[k]);
         let resident = session.map(|s| s.resident()).filter(|n| *n > 0);

@@ -353,6 +353,12 @@ fn a_draining_worker_is_empty_when_its_sessions_are_gone() {
     peers.at[0].w.set_draining(true);
     assert_eq!(peers.at[0].w.drain_state().owned, 3);
     assert_eq!(peers.admit(0, 0, 40, 1, None).reason, Some(Reason::Draining));
+    peers.at[0].w.set_draining(false);
+    let turn = peers.begin(0, 2, &tokens(2, 40), 3, None).unwrap();
+    peers.at[0].w.set_draining(true);
+    assert_eq!(peers.admit(0, 2, 60, 3, None).reason, Some(Reason::SessionBusy), "ADM-8: it ends here");
+    peers.at[0].finish(turn, 3);
+    peers.at[0].poll();
     for session in 0..3 {
         peers
             .import(1, session, 0, Source::Owner, 10 + u64::from(session), None)
