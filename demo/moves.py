@@ -40,7 +40,11 @@ class Life:
     answered: int = 0
 
     def note(self, what: str, where: str = "") -> None:
-        self.lines.append(Line(time.monotonic() - self.began, what, where))
+        self.add(Line(time.monotonic() - self.began, what, where))
+
+    def add(self, line: Line) -> None:
+        self.lines.append(line)
+        self.lines.sort(key=lambda line: line.at)  # an answer is noted once it has been compared
 
     def turn(self, fleet: Fleet, again: bool) -> None:
         """Asks once; `again`: the same prompt, after its answer broke off."""
@@ -59,12 +63,12 @@ class Life:
             last.reused = (last.reused or 0) + max(0, len(prompt) - computed)
         else:
             reused = max(0, len(prompt) - computed)  # a seed's last token is computed twice
-            self.lines.append(Line(self.talk.answered - self.began, what, short(worker), computed, reused))
+            self.add(Line(self.talk.answered - self.began, what, short(worker), computed, reused))
         self.worker = worker
 
     def show(self) -> None:
         print(f"\n  session {self.talk.sid}: {self.answered} turns")
-        for line in sorted(self.lines, key=lambda line: line.at):
+        for line in self.lines:
             what = line.what if line.turns == 1 else f"{line.what}, {line.turns} turns"
             row = f"    {line.at:6.1f} s  {what:34}{line.where:22}"
             if line.computed is not None:
@@ -86,7 +90,7 @@ def second_act(fleet: Fleet) -> tuple[int, int, list[str]]:
         try:
             wait_turns(lives, 2)
             move_one(fleet, lives)
-            wait_turns(lives, 1)
+            wait_turns(lives, 2)
             drain_one(fleet, lives, fleet.decodes[0])
             wait_turns(lives, 2)
             kill_one(fleet, lives, fleet.decodes[1])
