@@ -115,7 +115,7 @@ impl World {
         ];
         let also = "session-not-resident-no-capacity";
         // Two clients of one session, at two routers, may take it from each other.
-        let shared = self.plan.sessions < self.plan.clients && why == "Broken(StaleEpoch)";
+        let shared = self.plan.sessions < self.plan.clients && self.plan.routers > 1 && why == "Broken(StaleEpoch)";
         self.watch.check(
             fine.contains(&why.as_str()) || why == also || shared,
             Oracle::Served,
