@@ -239,7 +239,10 @@ impl Worker {
     /// Tokens of this worker's own copy, if it is what is offered or goes on from there.
     fn holds_all_of(&self, key: Key, offer: &Offer) -> Option<u32> {
         let session = &self.sessions[key];
-        let copy = session.copy.as_ref().filter(|c| !session.doomed && c.identity == offer.identity)?;
+        let copy = session
+            .copy
+            .as_ref()
+            .filter(|c| !session.doomed && c.identity == offer.identity)?;
         (history::common_prefix(&copy.tokens, &offer.tokens) == offer.len()).then_some(copy.len())
     }
 

@@ -368,9 +368,15 @@ impl World {
                 let client = &mut self.clients[session as usize];
                 let request = client.grant.filter(|_| named).map(|(_, key, _)| key);
                 client.grant = None;
-                self.e
-                    .w
-                    .release(&name(session), &ReleaseRequest { request, drop_kv: drop, placed: None }, self.e.now);
+                self.e.w.release(
+                    &name(session),
+                    &ReleaseRequest {
+                        request,
+                        drop_kv: drop,
+                        placed: None,
+                    },
+                    self.e.now,
+                );
                 self.e.effects();
             }
             Op::Close { session } => {

@@ -225,7 +225,10 @@ fn a_withdrawn_move_leaves_the_owner_what_it_owns() {
     let (mut peers, history) = owned(4);
     peers.withdraw(0, 0, 9);
     let history = peers.turn(0, 0, &more(&history, 2, 10), 1, None);
-    assert_eq!(peers.admit(0, 0, history.len(), 8, None).reason, Some(Reason::StaleEpoch));
+    assert_eq!(
+        peers.admit(0, 0, history.len(), 8, None).reason,
+        Some(Reason::StaleEpoch)
+    );
 }
 
 /// SES-4: who still thinks that it owns the session is no owner to take it over from.
@@ -264,7 +267,10 @@ fn a_reseed_keeps_the_longer_copy_that_is_here() {
     let import = peers.import(1, 0, 0, Source::Replica, 6, answer.reservation).unwrap();
     peers.settle();
     let resident = newer.len() as u32 - 1;
-    assert_eq!(peers.at[1].done.pop(), Some((import, Ok(ImportDone { resident, pulled: 0 }))));
+    assert_eq!(
+        peers.at[1].done.pop(),
+        Some((import, Ok(ImportDone { resident, pulled: 0 })))
+    );
     assert_eq!(peers.view(1, 0).committed, resident);
     peers.at.iter_mut().for_each(|e| e.quiesce());
 }
@@ -356,7 +362,11 @@ fn a_draining_worker_is_empty_when_its_sessions_are_gone() {
     peers.at[0].w.set_draining(false);
     let turn = peers.begin(0, 2, &tokens(2, 40), 3, None).unwrap();
     peers.at[0].w.set_draining(true);
-    assert_eq!(peers.admit(0, 2, 60, 3, None).reason, Some(Reason::SessionBusy), "ADM-8: it ends here");
+    assert_eq!(
+        peers.admit(0, 2, 60, 3, None).reason,
+        Some(Reason::SessionBusy),
+        "ADM-8: it ends here"
+    );
     peers.at[0].finish(turn, 3);
     peers.at[0].poll();
     for session in 0..3 {
