@@ -63,7 +63,7 @@ def reseed(bed: Bed) -> dict:
         sides = []
         for name, router in (("with replica", bed.on), ("without", bed.off)):
             trace = Trace.load(path, SCALE)
-            trace.sid += f"-{name}"
+            trace.sid += f"-{name.replace(' ', '-')}"
             sides.append((name, router, trace))
         for i in range(len(sides[0][2].turns)):
             for name, router, trace in sides if i % 2 else sides[::-1]:
