@@ -23,7 +23,7 @@ from harness.module import Worker
 from harness.process import LOGS, ROOT
 from harness.router import Router
 from harness.traces import Trace
-from harness.waiting import Background, follows, until
+from harness.waiting import Background, evict, follows
 
 SCALE, EVERY = 16, 3  # traces divided by; every third turn has lost its KV
 SIZES, MOVES = (1_000, 4_000, 16_000), 30
@@ -97,8 +97,7 @@ def reseeded(bed: Bed, router: Router, trace: Trace, i: int) -> tuple[Reply, int
         holder = bed.holder(trace.sid)
         if router is bed.on:
             follows(bed.prefill, holder, trace.sid, 60)
-        holder.release(trace.sid, drop_kv=True)
-        until(lambda: not holder.view(trace.sid)["committed"])
+        evict(holder, trace.sid)
     bed.computed()
     reply = router.stream(prompt, n=trace.new_tokens(turn), headers={"x-session-id": trace.sid})
     computed = bed.computed()

@@ -11,7 +11,7 @@ from harness.engine import start_all
 from harness.module import Seed, Worker, assert_balanced, fill
 from harness.oracle import first_difference
 from harness.router import Router
-from harness.waiting import follows, until
+from harness.waiting import evict, follows, until
 
 PAGE = 16  # the largest in the cluster: what an unaligned end may cost
 
@@ -39,11 +39,6 @@ def same_bytes(cluster, holder: Worker, sid: str) -> None:
     held = holder.view(sid)["committed"]
     copies = [w.kv(sid, 0, held) for w in (cluster.prefill, holder)]
     assert [len(c) for c in copies] == [held, held] and first_difference(*copies) is None
-
-
-def evict(worker: Worker, sid: str) -> None:
-    worker.release(sid, drop_kv=True)
-    until(lambda: not (worker.session(sid) or {"committed": 0})["committed"])
 
 
 def test_the_replica_follows_each_turn_byte_for_byte(cluster, talk):

@@ -45,6 +45,12 @@ def follows(replica: Worker, owner: Worker, sid: str, deadline_s: float = 15) ->
     return until(same, deadline_s)
 
 
+def evict(worker: Worker, sid: str) -> None:
+    """Drops the session's KV there."""
+    worker.release(sid, drop_kv=True)
+    until(lambda: not (worker.session(sid) or {"committed": 0})["committed"])
+
+
 def running(worker: Worker, sid: str):
     view = worker.session(sid)
     return view is not None and view["state"] == "running"
