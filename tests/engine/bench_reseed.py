@@ -28,6 +28,7 @@ from harness.waiting import Background, evict, follows
 SCALE, EVERY = 16, 3  # traces divided by; every third turn has lost its KV
 SIZES, MOVES = (1_000, 4_000, 16_000), 30
 BLOCKS, TURNS, CONTEXT = 6, 20, 4_000
+SIDES = ("with replica", "sync off", "no copy kept")
 KV_BYTES = 2048  # of a token in the tiny model
 
 
@@ -56,12 +57,14 @@ class Bed:
 
 
 def reseed(bed: Bed) -> dict:
-    """Each trace twice, turn by turn: once behind the router that syncs, once behind the other; the same sizes, other
-    tokens, so that neither finds the other's prefixes."""
-    seen: dict[str, list[tuple[int, int, float]]] = {"with replica": [], "without": []}
+    """Each trace three times, turn by turn: behind the router that syncs; behind the other, where the prefill worker has
+    what it computed for the last seed or reseed; and so that nobody has anything. The same sizes, other tokens, so that
+    none finds the other's prefixes."""
+    seen: dict[str, list[tuple[int, int, float]]] = {side: [] for side in SIDES}
     for path in sorted((ROOT / "demo" / "traces").glob("*.json.gz")):
         sides = []
-        for name, router in (("with replica", bed.on), ("without", bed.off)):
+        for name in SIDES:
+            router = bed.on if name == "with replica" else bed.off
             trace = Trace.load(path, SCALE)
             trace.sid += f"-{name.replace(' ', '-')}"
             sides.append((name, router, trace))
@@ -98,6 +101,8 @@ def reseeded(bed: Bed, router: Router, trace: Trace, i: int) -> tuple[Reply, int
         if router is bed.on:
             follows(bed.prefill, holder, trace.sid, 60)
         evict(holder, trace.sid)
+        if trace.sid.endswith(SIDES[2].replace(" ", "-")):
+            evict(bed.prefill, trace.sid)
     bed.computed()
     reply = router.stream(prompt, n=trace.new_tokens(turn), headers={"x-session-id": trace.sid})
     computed = bed.computed()
