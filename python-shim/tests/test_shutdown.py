@@ -56,7 +56,7 @@ def listener():
 def manager(address: str, drain_ms: int) -> SimpleNamespace:
     """As far as signals go."""
     m = SimpleNamespace(
-        gracefully_exit=False, _subprocess_watchdog=None, signal_handler_class="the engine's",
+        gracefully_exit=False, rid_to_state={}, _subprocess_watchdog=None, signal_handler_class="the engine's",
         server_args=SimpleNamespace(kvc_listen=address),
     )  # fmt: skip
     shutdown.install(m, drain_ms)
@@ -79,6 +79,22 @@ def test_the_engine_shuts_down_when_the_drain_has_answered_and_not_before(listen
         assert not m.gracefully_exit  # still healthy
         listener.go_on.set()
         await until(lambda: m.gracefully_exit)
+
+    asyncio.run(story())
+
+
+def test_requests_that_were_answered_hold_the_engine_up_no_longer(listener):
+    """The engine keeps those aborted in its queue, and waits for them."""
+
+    async def story():
+        m = manager(listener.address, 700)
+        m.rid_to_state |= {"answered": SimpleNamespace(finished=True), "runs": SimpleNamespace(finished=False)}
+        m.signal_handler_class(m).sigterm_handler()
+        listener.go_on.set()
+        await until(lambda: m.gracefully_exit)
+        await until(lambda: list(m.rid_to_state) == ["runs"])
+        m.rid_to_state["runs"].finished = True
+        await until(lambda: not m.rid_to_state)
 
     asyncio.run(story())
 

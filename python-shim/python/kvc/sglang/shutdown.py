@@ -59,6 +59,16 @@ class DrainFirst(SignalHandler):
             log.warning("the module's listener does not drain: %s: %s", type(error).__name__, error)
         finally:
             super().sigterm_handler(signum, frame)
+        await self._forget_answered()
+
+    async def _forget_answered(self) -> None:
+        """The engine ends when it knows of no request any more, and it keeps those that were aborted in its queue: for
+        them it would wait for ever. Their clients have been answered."""
+        states = self.tokenizer_manager.rid_to_state
+        while True:
+            for rid in [rid for rid, state in states.items() if state.finished]:
+                del states[rid]
+            await asyncio.sleep(1)
 
     async def _drain(self) -> Any:
         timeout = aiohttp.ClientTimeout(total=self._drain_ms / 1000 + ANSWER_SECONDS)
