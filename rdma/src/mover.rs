@@ -14,6 +14,8 @@ pub enum MoverKind {
     Loopback,
     /// TCP range requests.
     Tcp,
+    /// Shared memory of one host.
+    Shm,
 }
 
 impl MoverKind {
@@ -22,6 +24,7 @@ impl MoverKind {
         match self {
             MoverKind::Loopback => "loopback",
             MoverKind::Tcp => "tcp",
+            MoverKind::Shm => "shm",
         }
     }
 }

@@ -1,5 +1,5 @@
 //! What every mover does, one function per behaviour (XFER-9). A mover's tests hand [`crate::conform!`] a way to make a
-//! [`Pair`]; `tests/loopback.rs` and `tests/tcp.rs` do.
+//! [`Pair`]; `tests/loopback.rs`, `tests/tcp.rs` and `tests/shm.rs` do.
 //!
 //! Source bytes are never [`AFTER_FENCE`] and never zero, so a byte's value tells where it came from.
 
@@ -28,6 +28,7 @@ use crate::{
     fault::Fault,
     mover::{Copy, LeaseToken, Mover, ReadHandle, ReadOptions, ReadStats},
     region::{HostRegion, RegionKey, Run},
+    shm::Pages,
 };
 
 /// What a source is overwritten with once its lease is fenced.
@@ -115,7 +116,7 @@ impl Scene {
 
     fn unexposed(start: Start<'_>, len: usize) -> Self {
         let pair = start();
-        let (source, target) = (HostRegion::from_bytes(&pattern(len)), HostRegion::new(len));
+        let (source, target) = (exportable(&pattern(len)), HostRegion::new(len));
         let remote = pair.exporter.register(source.clone().into()).unwrap();
         let local = pair.importer.register(target.clone().into()).unwrap();
         Scene {
@@ -199,7 +200,7 @@ impl Scene {
     fn flush(&self) {
         let scratch = HostRegion::new(4 << 20);
         let local = self.pair.importer.register(scratch.into()).unwrap();
-        let source = HostRegion::from_bytes(&pattern(4 << 20));
+        let source = exportable(&pattern(4 << 20));
         let remote = self.pair.exporter.register(source.into()).unwrap();
         let token = LeaseToken::random().unwrap();
         let run = |region| Run {
@@ -248,6 +249,13 @@ fn options() -> ReadOptions {
 fn pattern(len: usize) -> Vec<u8> {
     let byte = |at: usize| 1 + ((at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 57) as u8 % 100;
     (0..len).map(byte).collect()
+}
+
+/// Memory that every mover can export: `shm` takes what lies in a memfd alone.
+fn exportable(bytes: &[u8]) -> Arc<HostRegion> {
+    let region = HostRegion::shared(bytes.len(), Pages::Default).unwrap();
+    region.write(0, bytes);
+    region
 }
 
 /// A small generator, so that a failure comes back.
