@@ -226,6 +226,10 @@ pub enum MoverError {
         /// As given.
         bind: SocketAddr,
     },
+    /// RDMA cannot be used, or failed.
+    #[cfg(feature = "verbs")]
+    #[error(transparent)]
+    Verbs(#[from] crate::verbs::VerbsError),
     /// The system refused.
     #[error("{call}: errno {errno}")]
     System {

@@ -20,6 +20,8 @@ mod plan;
 pub mod region;
 pub mod shm;
 pub mod tcp;
+#[cfg(feature = "verbs")]
+pub mod verbs;
 
 pub use error::MoverError;
 #[cfg(feature = "fault")]
@@ -28,3 +30,5 @@ pub use mover::{Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOption
 pub use region::{HostRegion, Region, RegionKey, Run};
 pub use shm::{ShmConfig, ShmMover};
 pub use tcp::{TcpConfig, TcpMover};
+#[cfg(feature = "verbs")]
+pub use verbs::{VerbsConfig, VerbsMover};

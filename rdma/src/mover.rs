@@ -16,6 +16,8 @@ pub enum MoverKind {
     Tcp,
     /// Shared memory of one host.
     Shm,
+    /// RDMA READs.
+    Verbs,
 }
 
 impl MoverKind {
@@ -25,6 +27,7 @@ impl MoverKind {
             MoverKind::Loopback => "loopback",
             MoverKind::Tcp => "tcp",
             MoverKind::Shm => "shm",
+            MoverKind::Verbs => "verbs",
         }
     }
 }
