@@ -65,10 +65,10 @@ pub fn choose(tree: &Tree, wish: &Wish) -> Result<Vec<Choice>, VerbsError> {
     let ports = nics
         .iter()
         .flat_map(|nic| nic.ports.iter().map(move |port| (nic, port)));
-    let usable = ports
+    let candidates = ports
         .clone()
         .filter_map(|(nic, port)| Some((nic, port, usable(nic, port, wish.source).ok()?)));
-    let best = usable.min_by_key(|(nic, port, choice)| {
+    let best = candidates.min_by_key(|(nic, port, choice)| {
         let routed = wish.source.is_some_and(|source| {
             port.gids
                 .iter()
@@ -87,7 +87,7 @@ pub fn choose(tree: &Tree, wish: &Wish) -> Result<Vec<Choice>, VerbsError> {
         // Why the first one is not usable.
         None => Err(ports
             .into_iter()
-            .find_map(|(nic, port)| usable_error(nic, port, wish))
+            .find_map(|(nic, port)| usable(nic, port, wish.source).err())
             .unwrap_or(VerbsError::NoDevice)),
     }
 }
@@ -148,10 +148,6 @@ fn usable(nic: &Nic, port: &Port, source: Option<IpAddr>) -> Result<Choice, Verb
     })
 }
 
-fn usable_error(nic: &Nic, port: &Port, wish: &Wish) -> Option<VerbsError> {
-    usable(nic, port, wish.source).err()
-}
-
 /// RoCEv2 over IPv4; that of the route if it is there.
 fn routable(gids: &[Gid], source: Option<IpAddr>) -> Option<&Gid> {
     let routable = |gid: &&Gid| gid.kind == GidKind::RoceV2 && gid.ipv4().is_some();
@@ -172,10 +168,10 @@ impl Place {
                 numa: Some(*node),
                 pci: Vec::new(),
             },
-            Near::Pci(function) => Place {
-                numa: None,
-                pci: tree.pci(function).unwrap_or_default(),
-            },
+            Near::Pci(function) => {
+                let (pci, numa) = tree.pci(function).unwrap_or_default();
+                Place { numa, pci }
+            }
         }
     }
 

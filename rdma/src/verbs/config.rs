@@ -26,6 +26,8 @@ pub struct VerbsConfig {
     pub pairs: u8,
     /// Work requests that one queue pair takes at once.
     pub depth: u32,
+    /// Work requests over one device at once: completions of all of them fit its queue (XFER-5).
+    pub entries: u32,
     /// Work requests posted with one call, of which one is signalled.
     pub batch: u32,
     /// READs that one queue pair has on the wire at once; the peer's limit counts too.
@@ -70,6 +72,7 @@ impl Default for VerbsConfig {
             wish: Wish::default(),
             pairs: 2,
             depth: 256,
+            entries: 8192,
             batch: 32,
             reads_begun: 16,
             chunk: 4 << 20,
@@ -110,6 +113,7 @@ impl VerbsConfig {
         within("devices", self.wish.devices.len() as u64, 0, MAX_ENDS as u64)?;
         within("pairs", self.pairs.into(), 1, MAX_PAIRS as u64)?;
         within("depth", self.depth.into(), 1, 1 << 15)?;
+        within("entries", self.entries.into(), 1, 1 << 20)?;
         within("batch", self.batch.into(), 1, 1 << 10)?;
         within("reads_begun", self.reads_begun.into(), 1, 255)?;
         within("chunk", self.chunk, 4 << 10, MAX_BODY)?;

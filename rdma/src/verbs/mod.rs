@@ -20,6 +20,8 @@ mod nic;
 mod queue_pair;
 mod rail;
 mod read;
+#[cfg(test)]
+mod tests;
 mod wire;
 mod work;
 

@@ -99,7 +99,9 @@ impl Tree {
             }
         }
         for device in names(&root.join("bus/pci/devices")) {
-            tree.link(root, &format!("bus/pci/devices/{device}"));
+            let at = format!("bus/pci/devices/{device}");
+            tree.link(root, &at);
+            tree.file(root, &format!("{at}/numa_node"));
         }
         tree
     }
@@ -124,10 +126,11 @@ impl Tree {
         nics
     }
 
-    /// The bridges above a PCI function (`0000:17:00.0`) and itself.
-    pub fn pci(&self, function: &str) -> Option<Vec<String>> {
-        let target = self.links.get(&format!("bus/pci/devices/{function}"))?;
-        Some(pci_path(target))
+    /// The bridges above a PCI function (`0000:17:00.0`) and itself, and the node of its memory.
+    pub fn pci(&self, function: &str) -> Option<(Vec<String>, Option<u32>)> {
+        let at = format!("bus/pci/devices/{function}");
+        let numa = self.files.get(&format!("{at}/numa_node"));
+        Some((pci_path(self.links.get(&at)?), numa.and_then(|node| node.parse().ok())))
     }
 
     fn nic(&self, name: &str) -> Nic {

@@ -15,9 +15,6 @@ use super::{
     work::PIECES,
 };
 
-/// Work requests over one rail at once: completions of all of them fit its queue.
-const ENTRIES: u32 = 8192;
-
 #[derive(Debug)]
 pub(super) struct Rail {
     pub(super) choice: Choice,
@@ -40,7 +37,7 @@ impl Rail {
             mtu,
             begun: device.limits.begun.min(config.reads_begun).max(1),
             answered: device.limits.answered.min(config.reads_begun).max(1),
-            completions: Completions::new(&device, ENTRIES)?,
+            completions: Completions::new(&device, config.entries)?,
             silent: Completions::new(&device, 16)?,
             domain: Domain::new(device)?,
             down: AtomicBool::new(false),

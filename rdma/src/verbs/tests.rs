@@ -1,0 +1,280 @@
+//! What keys and queue pairs hold against, on a device: run in the guest (scripts/rdma/test.sh), skipped elsewhere.
+
+use std::{
+    env,
+    time::{Duration, Instant},
+};
+
+use super::{
+    device::Completion,
+    line::{Heard, Line, State},
+    memory::Key,
+    rail::packet_number,
+    work::SendQueue,
+    *,
+};
+use crate::region::HostRegion;
+
+const LEN: usize = 64 << 10;
+const LONG: Duration = Duration::from_secs(20);
+/// IB_WC_REM_ACCESS_ERR and IB_WC_RETRY_EXC_ERR.
+const ACCESS: u32 = 10;
+const RETRIES: u32 = 12;
+
+/// Whether there is a device; in the guest there must be.
+fn is_there() -> bool {
+    let found = Device::names();
+    let there = found.as_ref().is_ok_and(|names| !names.is_empty());
+    assert!(
+        there || env::var_os("KVC_RDMA_GUEST").is_none(),
+        "the guest has no RDMA device: {found:?}"
+    );
+    if !there {
+        eprintln!("skipped: no RDMA device here; scripts/rdma/test.sh runs it in a guest");
+    }
+    there
+}
+
+/// Four retries of 17 ms, so that a lost packet is soon told.
+fn config() -> VerbsConfig {
+    VerbsConfig {
+        timeout: 12,
+        retries: 4,
+        pairs: 1,
+        ..VerbsConfig::default()
+    }
+}
+
+/// One device with memory on it: `0` is read, `1` is where bytes land.
+struct Bench {
+    rail: Arc<Rail>,
+    memory: Memory,
+    target: Arc<HostRegion>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let names = Device::names().unwrap();
+        let wish = Wish {
+            devices: names[..1].to_vec(),
+            ..Wish::default()
+        };
+        let choice = choose(&Tree::read(Path::new("/sys")), &wish).unwrap().remove(0);
+        let rail = Rail::open(choice, &config()).unwrap();
+        let memory = Memory::new(vec![rail.domain.clone()], Arc::default());
+        let target = HostRegion::new(LEN);
+        memory.register(HostRegion::from_bytes(&[7; LEN]).into()).unwrap();
+        memory.register(target.clone().into()).unwrap();
+        Bench { rail, memory, target }
+    }
+
+    fn source_key(&self) -> Key {
+        self.memory.view().keys(RegionKey(0)).unwrap().1.next().unwrap()
+    }
+
+    /// A queue and the pair that answers it, which is connected at once or by the caller.
+    fn pair(
+        &self,
+        connect: bool,
+    ) -> (
+        SendQueue<'_>,
+        queue_pair::QueuePair,
+        impl Fn(&queue_pair::QueuePair) + '_,
+    ) {
+        let (asking, answering) = (self.rail.asking(16).unwrap(), self.rail.answering().unwrap());
+        let psn = packet_number();
+        let ends = [(asking.number(), psn), (answering.number(), 0)].map(|pair| self.rail.end(0, true, vec![pair]));
+        let [here, there] = ends;
+        let path = self.rail.path(&there, 0, true).unwrap();
+        asking.connect(&self.rail.choice, &path, &config().tuning()).unwrap();
+        asking.start(psn, &path, &config().tuning()).unwrap();
+        let ready = move |answering: &queue_pair::QueuePair| {
+            let path = self.rail.path(&here, 0, false).unwrap();
+            answering.connect(&self.rail.choice, &path, &config().tuning()).unwrap();
+        };
+        if connect {
+            ready(&answering);
+        }
+        (SendQueue::new(asking, 16), answering, ready)
+    }
+
+    /// Reads `len` bytes at `offset` with that key; the failure's status, if it fails.
+    fn read<'m>(&'m self, queue: &mut SendQueue<'m>, key: Key, offset: u64, len: u64) -> Option<u32> {
+        let mut keys = PeerKeys::default();
+        keys.learn(RegionKey(0), u64::MAX, vec![key]);
+        self.post(queue, 9, &keys, offset, len);
+        self.finish(queue, 9)
+    }
+
+    fn post<'m>(&'m self, queue: &mut SendQueue<'m>, number: u32, keys: &PeerKeys, offset: u64, len: u64) {
+        let mut scratch = Scratch::new(1);
+        let mut batch = scratch.batch();
+        let landing = self
+            .memory
+            .view()
+            .landing(
+                0,
+                &Run {
+                    region: RegionKey(1),
+                    offset: 0,
+                    len,
+                },
+            )
+            .unwrap();
+        let key = keys
+            .key(
+                0,
+                &Run {
+                    region: RegionKey(0),
+                    offset,
+                    len,
+                },
+            )
+            .unwrap();
+        assert!(batch.push(key, &[landing]));
+        queue.post(number, 0, batch).unwrap();
+    }
+
+    /// Waits until nothing of the queue is outstanding.
+    fn finish(&self, queue: &mut SendQueue<'_>, number: u32) -> Option<u32> {
+        let (begun, mut finished) = (Instant::now(), Vec::new());
+        while queue.outstanding() > 0 {
+            assert!(begun.elapsed() < LONG, "work is not told complete");
+            let mut completions: Vec<Completion> = Vec::new();
+            self.rail.completions.poll(&mut completions).unwrap();
+            for completion in completions.iter().filter(|each| (each.id >> 32) as u32 == number) {
+                queue.complete(completion, &mut finished);
+            }
+        }
+        queue.failed().map(|(status, _)| status)
+    }
+
+    fn landed(&self) -> bool {
+        self.target.read(0, 1) == [7]
+    }
+}
+
+/// Obligation 3: a key that was never given opens nothing, and other pairs of the device do not notice.
+#[test]
+fn a_wrong_key_reads_nothing() {
+    if !is_there() {
+        return;
+    }
+    let bench = Bench::new();
+    let (mut queue, _answering, _) = bench.pair(true);
+    let good = bench.source_key();
+    let wrong = Key {
+        key: good.key ^ 0x5a00,
+        ..good
+    };
+    assert_eq!(bench.read(&mut queue, wrong, 0, 100), Some(ACCESS));
+    assert!(!bench.landed());
+    assert_eq!(queue.room(), 0, "a failed queue takes nothing more");
+    let (mut other, _answering, _) = bench.pair(true);
+    assert_eq!(bench.read(&mut other, good, 0, 100), None);
+    assert!(bench.landed());
+}
+
+/// The device itself refuses what lies past the region, also where the first byte is inside.
+#[test]
+fn a_range_past_the_region_reads_nothing() {
+    if !is_there() {
+        return;
+    }
+    let bench = Bench::new();
+    for (offset, len) in [(LEN as u64 - 1, 2), (LEN as u64, 1), (1 << 40, 1)] {
+        let (mut queue, _answering, _) = bench.pair(true);
+        assert_eq!(
+            bench.read(&mut queue, bench.source_key(), offset, len),
+            Some(ACCESS),
+            "{len} at {offset}"
+        );
+        assert!(!bench.landed());
+    }
+}
+
+/// A peer that is late to answer is asked again; one that never does ends the work in bounded time (XFER-7).
+#[test]
+fn a_peer_that_is_not_ready_is_asked_again_and_not_for_ever() {
+    if !is_there() {
+        return;
+    }
+    let bench = Bench::new();
+    let mut keys = PeerKeys::default();
+    keys.learn(RegionKey(0), LEN as u64, vec![bench.source_key()]);
+    let (mut queue, answering, ready) = bench.pair(false);
+    bench.post(&mut queue, 9, &keys, 0, 100);
+    thread::sleep(Duration::from_millis(10));
+    ready(&answering);
+    assert_eq!(bench.finish(&mut queue, 9), None);
+    assert!(bench.landed());
+    let (mut queue, _answering, _) = bench.pair(false);
+    bench.post(&mut queue, 9, &keys, 0, 100);
+    assert_eq!(bench.finish(&mut queue, 9), Some(RETRIES));
+}
+
+/// XFER-2, the fence itself: the key of a fenced lease reads nothing through that lease's queue pairs, while another
+/// lease of the same peer goes on.
+#[test]
+fn an_old_key_reads_nothing_behind_the_fence() {
+    if !is_there() {
+        return;
+    }
+    let bench = Bench::new();
+    let exporter = VerbsMover::start(config()).unwrap();
+    let region = exporter.register(HostRegion::from_bytes(&[7; LEN]).into()).unwrap();
+    let run = Run {
+        region,
+        offset: 0,
+        len: LEN as u64,
+    };
+    let rails = [bench.rail.clone()];
+    let mut lines = [(); 2].map(|()| {
+        let token = LeaseToken::random().unwrap();
+        exporter.expose(token, LONG).unwrap();
+        exporter.extend(&token, &[run]).unwrap();
+        (token, granted(&rails, &exporter.endpoint(), token, &run))
+    });
+    let mut read = |at: usize, number: u32| {
+        bench.target.write(0, &[0; LEN]);
+        let Line { paths, keys, .. } = &mut lines[at].1;
+        let (_, queue) = &mut paths[0].queues[0];
+        bench.post(queue, number, keys, 0, 1000);
+        (bench.finish(queue, number), bench.landed())
+    };
+    assert_eq!((read(0, 1), read(1, 2)), ((None, true), (None, true)));
+    exporter.fence(&lines[0].0);
+    let mut read = |at: usize, number: u32| {
+        bench.target.write(0, &[0; LEN]);
+        let Line { paths, keys, .. } = &mut lines[at].1;
+        let (_, queue) = &mut paths[0].queues[0];
+        bench.post(queue, number, keys, 0, 1000);
+        (bench.finish(queue, number), bench.landed())
+    };
+    assert_eq!(read(0, 1), (Some(RETRIES), false), "the old key of the fenced lease");
+    assert_eq!(read(1, 2), (None, true), "the other lease");
+}
+
+/// A line over which `run` may be read.
+fn granted<'m>(rails: &[Arc<Rail>], peer: &str, token: LeaseToken, run: &Run) -> Line<'m> {
+    let (now, address) = (Instant::now(), peer.parse().unwrap());
+    let mut line = Line::dial(rails, &config(), &peer.into(), address, token, now).unwrap();
+    line.ask(0, &[*run], run.len, false, now);
+    loop {
+        assert!(now.elapsed() < LONG, "nothing was granted");
+        (line.readable, line.writable) = (true, true);
+        let mut heard = Vec::new();
+        line.drive(&mut heard, rails, &config(), Instant::now()).unwrap();
+        for heard in heard {
+            if let Heard::Granted(_, grant) = heard {
+                assert!(matches!(line.state, State::Open));
+                grant
+                    .regions
+                    .into_iter()
+                    .for_each(|each| line.keys.learn(each.region, each.len, each.keys));
+                return line;
+            }
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
