@@ -60,10 +60,12 @@ struct Flow {
     ended: bool,
 }
 
-/// A chunk and where it begins among the read's bytes.
+/// A chunk of the read.
 #[derive(Clone, Debug)]
 pub(super) struct Piece {
     pub(super) chunk: Chunk,
+    /// Where it begins among the read's bytes.
+    #[cfg(feature = "fault")]
     pub(super) at: u64,
 }
 
@@ -88,11 +90,15 @@ pub(super) enum Taken {
 impl Read {
     pub(super) fn new(what: What, lanes: usize, chunks: Vec<Chunk>, done: Done, open: Arc<AtomicUsize>) -> Self {
         open.fetch_add(1, Ordering::Relaxed);
-        let mut at = 0;
-        let piece = |chunk: Chunk| {
-            let piece = Piece { at, chunk };
-            at += piece.chunk.len;
-            piece
+        #[cfg(feature = "fault")]
+        let mut next = 0;
+        let piece = |chunk: Chunk| Piece {
+            #[cfg(feature = "fault")]
+            at: {
+                next += chunk.len;
+                next - chunk.len
+            },
+            chunk,
         };
         let waiting: VecDeque<Piece> = chunks.into_iter().map(piece).collect();
         let flow = Flow {
