@@ -617,15 +617,17 @@ impl<'m> Importer<'m> {
         self.finished = finished;
         self.finished.clear();
         if let Some((code, vendor)) = failed {
+            // A port that went down may be why: it is told apart from this.
+            self.hear_device(rail);
             let device = self.rails[rail].choice.device.clone();
             let error = match code {
+                _ if self.rails[rail].is_down() => VerbsError::DeviceDown { device }.into(),
                 Status::IBV_WC_RETRY_EXC_ERR | Status::IBV_WC_RNR_RETRY_EXC_ERR | Status::IBV_WC_RESP_TIMEOUT_ERR => {
                     MoverError::PeerGone {
                         peer,
                         errno: libc::ETIMEDOUT,
                     }
                 }
-                Status::IBV_WC_WR_FLUSH_ERR if self.rails[rail].is_down() => VerbsError::DeviceDown { device }.into(),
                 _ => VerbsError::Work {
                     peer,
                     device,
