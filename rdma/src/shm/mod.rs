@@ -17,6 +17,8 @@ mod memory;
 mod pool;
 mod read;
 mod socket;
+#[cfg(test)]
+mod tests;
 mod wire;
 mod word;
 

@@ -22,6 +22,8 @@ const POOL: u64 = 256;
 const FENCES: usize = 20;
 
 const CASES: [Case; 2] = [case(1 << 20, 64), case(64 << 10, 256)];
+/// Beside them for shm, where a run costs a call and no frame.
+const SMALL: Case = case(4 << 10, 4096);
 const STREAMS: [u64; 3] = [1, 2, 4];
 
 const fn case(len: u64, count: u64) -> Case {
@@ -78,7 +80,7 @@ impl Run {
                 let mut pair = Pairs::default();
                 for _ in 0..self.rounds {
                     progress.step(&format!("tcp, {}, {streams} streams", case.name()));
-                    let bench = Bench::start(self.what(Memory::Heap, Memory::Heap, streams))?;
+                    let bench = Bench::start(self.what(Kind::Tcp, Memory::Heap, Memory::Heap, streams))?;
                     let ours = bench.measure(Kind::Tcp, &case)?;
                     pair.fences.extend(fences(&bench, Kind::Tcp, &case)?);
                     let theirs = if iperf3 { bench.iperf3(&case) } else { None };
@@ -97,7 +99,7 @@ impl Run {
             (Memory::Thp, Memory::Thp),
             (Memory::Huge, Memory::Huge),
         ];
-        let mut progress = Progress::new(kinds.len() * 2 * CASES.len() * self.rounds as usize);
+        let mut progress = Progress::new(kinds.len() * 2 * (CASES.len() + 1) * self.rounds as usize);
         let mut rows = Vec::new();
         for (source, target) in kinds {
             let name = format!("{source:?} to {target:?}").to_lowercase();
@@ -118,11 +120,11 @@ impl Run {
                 continue;
             }
             for streams in [1, 2] {
-                for case in CASES {
+                for case in CASES.into_iter().chain([SMALL]) {
                     let mut pair = Pairs::default();
                     for _ in 0..self.rounds {
                         progress.step(&format!("shm, {}, {streams} threads, {name}", case.name()));
-                        let bench = Bench::start(self.what(target, source, streams))?;
+                        let bench = Bench::start(self.what(Kind::Shm, target, source, streams))?;
                         let load = Load {
                             depth: 1,
                             streams: 1,
@@ -143,8 +145,9 @@ impl Run {
         Ok(rows)
     }
 
-    fn what(&self, memory: Memory, peer_memory: Memory, streams: u64) -> What {
+    fn what(&self, kind: Kind, memory: Memory, peer_memory: Memory, streams: u64) -> What {
         What {
+            movers: vec![kind],
             seconds: self.seconds,
             depth: self.depth,
             streams,
@@ -163,6 +166,7 @@ struct Pairs {
     ours: Vec<Row>,
     theirs: Vec<Row>,
     ratios: Vec<f64>,
+    cpu_ratios: Vec<f64>,
     fences: Vec<f64>,
 }
 
@@ -170,6 +174,12 @@ impl Pairs {
     fn add(&mut self, ours: Row, theirs: Option<Row>) {
         if let Some(theirs) = theirs {
             self.ratios.push(ours.gb_s / theirs.gb_s);
+            let all = ours
+                .cpu_s_per_gb
+                .zip(ours.peer_cpu_s_per_gb)
+                .map(|(here, there)| here + there);
+            let cpu = theirs.cpu_s_per_gb.zip(all).map(|(theirs, ours)| theirs / ours);
+            self.cpu_ratios.extend(cpu.filter(|ratio| ratio.is_finite()));
             self.theirs.push(theirs);
         }
         self.ours.push(ours);
@@ -179,7 +189,13 @@ impl Pairs {
         let worst = self.fences.iter().copied().fold(0.0, f64::max);
         let fence_us = median(&mut self.fences).map(|median| [median, worst]);
         let ratio = median(&mut self.ratios);
-        let ours = Row::median(self.ours).map(|row| Row { ratio, fence_us, ..row });
+        let cpu_ratio = median(&mut self.cpu_ratios);
+        let ours = Row::median(self.ours).map(|row| Row {
+            ratio,
+            cpu_ratio,
+            fence_us,
+            ..row
+        });
         ours.into_iter().chain(Row::median(self.theirs))
     }
 }

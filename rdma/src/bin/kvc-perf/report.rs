@@ -46,6 +46,8 @@ pub struct Row {
     pub peer_cpu_s_per_gb: Option<f64>,
     /// To what it was measured against in the same rounds, median of the rounds' ratios.
     pub ratio: Option<f64>,
+    /// The other's processor seconds per byte over those of both processes here: what a busy machine does not change.
+    pub cpu_ratio: Option<f64>,
     /// Microseconds that a fence took under full load, median and worst.
     pub fence_us: Option<[f64; 2]>,
 }
@@ -89,6 +91,7 @@ impl Row {
             cpu_s_per_gb: each(cpu),
             peer_cpu_s_per_gb: each(peer_cpu),
             ratio: None,
+            cpu_ratio: None,
             fence_us: None,
         }
     }
@@ -146,6 +149,7 @@ pub fn show(rows: &[Row], json: bool) -> anyhow::Result<()> {
         "CPU s/GB",
         "peer CPU s/GB",
         "ratio",
+        "CPU ratio",
         "fence µs (median, worst)",
     ];
     let table = std::iter::once(head.map(String::from).to_vec()).chain(rows.iter().map(cells));
@@ -196,6 +200,7 @@ fn cells(row: &Row) -> Vec<String> {
         number(row.cpu_s_per_gb, 3),
         number(row.peer_cpu_s_per_gb, 3),
         number(row.ratio, 2),
+        number(row.cpu_ratio, 2),
         row.fence_us
             .map_or("-".into(), |[median, worst]| format!("{median:.0}, {worst:.0}")),
     ]

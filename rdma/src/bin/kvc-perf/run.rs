@@ -52,6 +52,9 @@ pub struct What {
     /// The key that `serve` printed
     #[arg(long, default_value = "")]
     pub key: String,
+    /// Movers to look at [default: all that start]
+    #[arg(long, value_delimiter = ',')]
+    pub movers: Vec<Kind>,
     /// Bytes of a run, a list
     #[arg(long, value_delimiter = ',', default_value = "64k,1m", value_parser = parse_size)]
     pub sizes: Vec<u64>,
@@ -103,6 +106,9 @@ pub struct What {
     /// The address of this machine that peers read from, with --bidirectional
     #[arg(long, default_value = "127.0.0.1")]
     pub bind: IpAddr,
+    /// RDMA devices here, a list: mlx5_0,mlx5_1:1 [default: the best one]
+    #[arg(long, value_delimiter = ',')]
+    pub ib_device: Vec<String>,
     /// One JSON document instead of the table
     #[arg(long)]
     pub json: bool,
@@ -111,6 +117,10 @@ pub struct What {
 impl Run {
     /// Measures and prints.
     pub fn run(self) -> Result<()> {
+        ensure!(
+            self.mover.is_none_or(Kind::is_built),
+            "this build has no verbs: build it with --features verbs"
+        );
         let bench = Bench::start(self.what)?;
         let shared = bench.shared()?;
         let kind = match self.mover {
@@ -239,13 +249,24 @@ impl Bench {
         }
         ensure!(what.spawn != Some(0), "--spawn is 0: give at least 1");
         let servers = (0..what.spawn.unwrap_or(0))
-            .map(|_| Server::start(what.pool, what.peer_memory, streams, &key))
+            .map(|_| {
+                Server::start(
+                    what.pool,
+                    what.peer_memory,
+                    streams,
+                    &what.movers,
+                    &what.ib_device,
+                    &key,
+                )
+            })
             .collect::<Result<Vec<_>>>()?;
         let peers: Vec<String> = match servers.is_empty() {
             true => what.peers,
             false => servers.iter().map(|server| server.at.clone()).collect(),
         };
         let setup = Setup {
+            quiet: false,
+            devices: what.ib_device,
             ip: what.bind,
             advertise: None,
             streams,
@@ -257,7 +278,7 @@ impl Bench {
             Memory::Heap if what.bidirectional => Memory::Memfd,
             memory => memory,
         };
-        let side = Side::start(&Kind::ALL, memory, pool, &setup)?;
+        let side = Side::start(&what.movers, memory, pool, &setup)?;
         let share = (pool / peers.len() as u64) >> 20 << 20;
         let link = |(at, peer): (usize, &String)| {
             let offer = Peer::connect(peer, &key, None)?.offer;
@@ -391,6 +412,7 @@ impl Default for What {
             peers: Vec::new(),
             spawn: None,
             key: String::new(),
+            movers: Vec::new(),
             sizes: vec![64 << 10, 1 << 20],
             runs: None,
             layout: None,
@@ -408,6 +430,7 @@ impl Default for What {
             chunk: None,
             window: None,
             bind: IpAddr::from([127, 0, 0, 1]),
+            ib_device: Vec::new(),
             json: false,
         }
     }
@@ -449,12 +472,23 @@ pub struct Server {
 
 impl Server {
     /// With a pool of so many MiB.
-    pub fn start(pool: u64, memory: Memory, streams: usize, key: &str) -> Result<Self> {
+    fn start(
+        pool: u64,
+        memory: Memory,
+        streams: usize,
+        movers: &[Kind],
+        devices: &[String],
+        key: &str,
+    ) -> Result<Self> {
+        let movers: Vec<&str> = movers.iter().map(|kind| kind.name()).collect();
+        let lists = [("--movers", movers.join(",")), ("--ib-device", devices.join(","))];
+        let given = lists.iter().filter(|(_, list)| !list.is_empty());
         let memory = clap::ValueEnum::to_possible_value(&memory).context("a memory without a name")?;
         let mut child = Command::new(std::env::current_exe()?)
             .args(["serve", "--bind", "127.0.0.1:0", "--with-parent", "--key", key])
             .args(["--pool", &pool.to_string(), "--streams", &streams.to_string()])
             .args(["--memory", memory.get_name()])
+            .args(given.flat_map(|(option, list)| [*option, list.as_str()]))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -37,9 +37,12 @@ pub struct Serve {
     /// What a client has to show [default: a random one, printed]
     #[arg(long)]
     key: Option<String>,
-    /// Movers to offer
-    #[arg(long, value_delimiter = ',', default_value = "shm,tcp")]
+    /// Movers to offer [default: all that start]
+    #[arg(long, value_delimiter = ',')]
     movers: Vec<Kind>,
+    /// RDMA devices, a list: mlx5_0,mlx5_1:1 [default: the best one]
+    #[arg(long, value_delimiter = ',')]
+    ib_device: Vec<String>,
     /// MiB of memory
     #[arg(long, default_value_t = 256)]
     pool: u64,
@@ -59,6 +62,8 @@ impl Serve {
     pub fn run(self) -> Result<()> {
         ensure!(self.pool > 0, "--pool is 0: give at least 1 (MiB)");
         let setup = Setup {
+            quiet: self.with_parent,
+            devices: self.ib_device,
             ip: self.bind.ip(),
             advertise: self.advertise,
             streams: self.streams,

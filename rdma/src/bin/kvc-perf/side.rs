@@ -27,6 +27,8 @@ const LEASE: Duration = Duration::from_secs(3600);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
+    /// RDMA.
+    Verbs,
     /// Shared memory of one host.
     Shm,
     /// TCP range requests.
@@ -35,11 +37,17 @@ pub enum Kind {
 
 impl Kind {
     /// The best first (XFER-9).
-    pub const ALL: [Kind; 2] = [Kind::Shm, Kind::Tcp];
+    pub const ALL: [Kind; 3] = [Kind::Verbs, Kind::Shm, Kind::Tcp];
+
+    /// Whether this build has it.
+    pub fn is_built(self) -> bool {
+        !matches!(self, Kind::Verbs) || cfg!(feature = "verbs")
+    }
 
     /// As in the table.
     pub fn name(self) -> &'static str {
         match self {
+            Kind::Verbs => "verbs",
             Kind::Shm => "shm",
             Kind::Tcp => "tcp",
         }
@@ -77,8 +85,12 @@ impl Memory {
 }
 
 /// How a mover is set up, as far as this tool lets one choose.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Setup {
+    /// Says nothing about movers that do not start.
+    pub quiet: bool,
+    /// RDMA devices, by name; the best one without.
+    pub devices: Vec<String>,
     /// Where tcp listens.
     pub ip: IpAddr,
     /// What peers are told instead.
@@ -168,16 +180,26 @@ pub struct Target<'a> {
 }
 
 impl Side {
-    /// With memory and the movers asked for.
+    /// With memory and the movers asked for; without a list, all that start here, and a line about each that does not.
     pub fn start(kinds: &[Kind], memory: Memory, pool: u64, setup: &Setup) -> Result<Self> {
         let pool = memory
             .allocate(pool)
             .with_context(|| format!("a pool of {} MiB", pool >> 20))?;
         let mut movers = Vec::new();
-        for &kind in kinds {
-            let mover = start(kind, setup).with_context(|| format!("{} did not start", kind.name()))?;
-            mover.register(pool.clone().into())?;
-            movers.push((kind, mover));
+        for kind in Kind::ALL {
+            if !kinds.contains(&kind) && (!kinds.is_empty() || !kind.is_built()) {
+                continue;
+            }
+            let started = start(kind, setup).and_then(|mover| {
+                mover.register(pool.clone().into())?;
+                Ok(mover)
+            });
+            match started.with_context(|| format!("{} does not start", kind.name())) {
+                Ok(mover) => movers.push((kind, mover)),
+                Err(_) if kinds.is_empty() && setup.quiet => {}
+                Err(error) if kinds.is_empty() => eprintln!("kvc-perf: goes without: {error:#}"),
+                Err(error) => return Err(error),
+            }
         }
         let token = LeaseToken::random()?;
         let side = Side {
@@ -556,6 +578,7 @@ pub fn is_gathered(case: &Case) -> bool {
 
 fn start(kind: Kind, setup: &Setup) -> Result<Box<dyn Mover>> {
     Ok(match kind {
+        Kind::Verbs => verbs(setup)?,
         Kind::Tcp => {
             let default = TcpConfig::default();
             Box::new(TcpMover::start(TcpConfig {
@@ -576,4 +599,31 @@ fn start(kind: Kind, setup: &Setup) -> Result<Box<dyn Mover>> {
             })?)
         }
     })
+}
+
+#[cfg(feature = "verbs")]
+fn verbs(setup: &Setup) -> Result<Box<dyn Mover>> {
+    use kvc_rdma::{VerbsConfig, VerbsMover, verbs::Wish};
+    let default = VerbsConfig::default();
+    Ok(Box::new(VerbsMover::start(VerbsConfig {
+        bind: (setup.ip, 0).into(),
+        advertise: setup.advertise.map(|ip| (ip, 0).into()),
+        wish: Wish {
+            devices: setup.devices.clone(),
+            ..Wish::default()
+        },
+        chunk: setup.chunk.unwrap_or(default.chunk),
+        window: setup.window.unwrap_or(default.window),
+        ..default
+    })?))
+}
+
+#[cfg(not(feature = "verbs"))]
+fn verbs(setup: &Setup) -> Result<Box<dyn Mover>> {
+    let named = if setup.devices.is_empty() {
+        ""
+    } else {
+        ", --ib-device names nothing"
+    };
+    bail!("this build has no verbs{named}: build it with --features verbs")
 }
