@@ -15,6 +15,7 @@ pub use fence::*;
 
 use std::{
     any::Any,
+    cell::Cell,
     sync::{
         Arc,
         mpsc::{self, Receiver},
@@ -181,19 +182,22 @@ impl Scene {
             .pair
             .importer
             .read(&self.pair.endpoint, token, copies, options, done_once);
-        Reading { handle, done }
+        Reading::new(handle, done)
     }
 
     fn read(&self, copies: Vec<Copy>) -> Result<ReadStats, MoverError> {
         self.begin(copies, options()).wait()
     }
 
-    /// Waits until the first byte of the target has landed.
+    /// Waits until the first byte of the target has landed. A quick mover may be done by then.
     fn wait_for_landing(&self, reading: &Reading) {
         let begun = Instant::now();
         while self.target.read(0, 1) == [0] {
-            let ended = reading.done.try_recv();
-            assert!(begun.elapsed() < LONG && ended.is_err(), "nothing landed: {ended:?}");
+            assert!(begun.elapsed() < LONG, "nothing landed");
+            if let Ok(ended) = reading.done.try_recv() {
+                assert_ne!(self.target.read(0, 1), [0], "nothing landed: {ended:?}");
+                reading.ended.set(Some(ended));
+            }
             thread::yield_now();
         }
     }
@@ -232,12 +236,20 @@ impl Scene {
 struct Reading {
     handle: ReadHandle,
     done: Receiver<Result<ReadStats, MoverError>>,
+    /// The result, if it came while something else was waited for.
+    ended: Cell<Option<Result<ReadStats, MoverError>>>,
 }
 
 impl Reading {
+    fn new(handle: ReadHandle, done: Receiver<Result<ReadStats, MoverError>>) -> Self {
+        let ended = Cell::new(None);
+        Reading { handle, done, ended }
+    }
+
     /// The result; `done` is called once and dropped.
     fn wait(self) -> Result<ReadStats, MoverError> {
-        let result = self.done.recv_timeout(LONG).expect("done is called");
+        let ended = self.ended.take();
+        let result = ended.unwrap_or_else(|| self.done.recv_timeout(LONG).expect("done is called"));
         assert!(self.done.recv_timeout(LONG).is_err(), "done is called once");
         result
     }
