@@ -11,7 +11,7 @@ slim=$(mktemp -d)
 trap 'rm -rf "$script" "$slim"' EXIT
 {
   echo '#!/bin/busybox sh'
-  echo 'export KVC_RDMA_GUEST=1 RUST_BACKTRACE=1'
+  echo "export KVC_RDMA_GUEST=1 RUST_BACKTRACE=1"
   for name in ${PASS:-}; do printf 'export %s=%q\n' "$name" "${!name-}"; done
   printf 'exec /bin/test-binary'
   [ $# = 0 ] || printf ' %q' "$@"

@@ -27,7 +27,7 @@ mod work;
 
 use std::{
     io,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr, UdpSocket},
     os::fd::{AsRawFd, BorrowedFd},
     path::Path,
     sync::{
@@ -80,7 +80,22 @@ pub fn survey() -> Survey {
     }
 }
 
-/// Moves bytes with RDMA READs. Not to be dropped inside `done`.
+/// The address that packets to `peer` leave with, for [`Wish::source`]: the device of the route. Sends nothing.
+///
+/// # Errors
+/// As the system says: there is no route.
+pub fn source_towards(peer: SocketAddr) -> io::Result<IpAddr> {
+    let any = if peer.is_ipv4() {
+        IpAddr::from([0; 4])
+    } else {
+        IpAddr::from([0; 16])
+    };
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect(peer)?;
+    Ok(socket.local_addr()?.ip())
+}
+
+/// Moves bytes with RDMA READs. [`ReadOptions::streams`] says nothing here: a read uses every queue pair of its lease. Not to be dropped inside `done`.
 pub struct VerbsMover {
     shared: Arc<Shared>,
     config: VerbsConfig,

@@ -53,13 +53,13 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// One that is initialised for READs by the peer and knows no peer yet. `requests` fit its send queue.
+    /// One that knows no peer yet. `requests` fit its send queue; `answers` says whether the peer may READ through it.
     pub(super) fn new(
         domain: &Arc<Domain>,
         completions: &Arc<Completions>,
         choice: &Choice,
-        requests: u32,
-        pieces: u32,
+        (requests, pieces): (u32, u32),
+        answers: bool,
     ) -> Result<Self, VerbsError> {
         let device = &domain.device;
         let mut init = ffi::ibv_qp_init_attr {
@@ -88,7 +88,11 @@ impl QueuePair {
         let mut attr = blank();
         attr.qp_state = State::IBV_QPS_INIT;
         attr.port_num = choice.port;
-        attr.qp_access_flags = ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
+        attr.qp_access_flags = if answers {
+            ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0
+        } else {
+            0
+        };
         pair.modify(
             &mut attr,
             Mask::IBV_QP_STATE | Mask::IBV_QP_PKEY_INDEX | Mask::IBV_QP_PORT | Mask::IBV_QP_ACCESS_FLAGS,

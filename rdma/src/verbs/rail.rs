@@ -53,14 +53,20 @@ impl Rail {
         self.down.store(down, Ordering::SeqCst);
     }
 
-    /// A queue pair that posts READs.
+    /// A queue pair that posts READs. The peer reads nothing through it.
     pub(super) fn asking(&self, depth: u32) -> Result<QueuePair, VerbsError> {
-        QueuePair::new(&self.domain, &self.completions, &self.choice, depth, PIECES as u32)
+        QueuePair::new(
+            &self.domain,
+            &self.completions,
+            &self.choice,
+            (depth, PIECES as u32),
+            false,
+        )
     }
 
     /// A queue pair that answers them.
     pub(super) fn answering(&self) -> Result<QueuePair, VerbsError> {
-        QueuePair::new(&self.domain, &self.silent, &self.choice, 1, 1)
+        QueuePair::new(&self.domain, &self.silent, &self.choice, (1, 1), true)
     }
 
     /// This rail as the other side needs to know it.
