@@ -10,13 +10,13 @@ trap 'rm -rf "$work"' EXIT
 cat > "$work/rounds.sh" <<'GUEST'
 #!/bin/busybox sh
 one() {   # SIZE BYTES COUNT
-  ib_read_bw -d rxe0 -x 1 -F -s "$2" -t 16 -o 16 -n "$3" > /tmp/server 2>&1 & sleep 2
+  ib_read_bw -d rxe0 -x 1 -F -s "$2" -t 16 -o 16 -n "$3" > /tmp/server 2>&1 & sleep 1
   ib_read_bw -d rxe0 -x 1 -F -s "$2" -t 16 -o 16 -n "$3" 127.0.0.1 2>&1 | awk -v size="$1" '$1 == '"$2"' {print "ib_read_bw", size, $4}'
   wait
-  kvc-perf run --spawn 1 --mover verbs --movers verbs --sizes "$1" --access scattered --depth 1 --seconds 3 --rounds 1 --json 2>/tmp/err |
+  kvc-perf run --spawn 1 --mover verbs --movers verbs --sizes "$1" --access scattered --depth 2 --seconds 2 --rounds 1 --json 2>/tmp/err |
     awk -v size="$1" '/"gb_s"/ {sub(",", "", $2); print "kvc", size, $2 * 1000 / 1.048576}'
 }
-for round in $ROUNDS; do one 64k 65536 2000; one 1m 1048576 150; done
+for round in $ROUNDS; do one 64k 65536 1600; one 1m 1048576 100; done
 GUEST
 sed -i "2i ROUNDS='$(seq -s ' ' "${ROUNDS:-5}")'" "$work/rounds.sh"
 cp "$1" "$work/kvc-perf"

@@ -137,7 +137,7 @@ pub(super) fn encode_ends(out: &mut Vec<u8>, ends: &[End]) {
 /// All of `input`, ends with `pairs` pairs each.
 pub(super) fn decode_ends(input: &[u8], pairs: usize) -> Result<Vec<End>, WireError> {
     let size = END + pairs * PAIR;
-    if input.len() % size != 0 || input.len() / size > MAX_ENDS {
+    if !input.len().is_multiple_of(size) || input.len() / size > MAX_ENDS {
         return Err(WireError::Field {
             what: "ends",
             got: input.len() as u64,

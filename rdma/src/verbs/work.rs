@@ -241,27 +241,21 @@ impl<'m> SendQueue<'m> {
             bytes,
         } = batch.scratch;
         let count = *used;
-        let requests = &mut requests[..count];
-        let pieces = pieces.as_mut_ptr();
-        let mut next = ptr::null_mut();
-        for (at, request) in requests.iter_mut().enumerate().rev() {
-            let is_last = at + 1 == count;
-            request.wr_id = u64::from(queue) << 32 | u64::from(self.next.wrapping_add(at as u32));
-            request.next = next;
-            // SAFETY: obligation 1 — `pieces` has PIECES places for every request.
-            request.sg_list = unsafe { pieces.add(at * PIECES) };
-            request.opcode = ffi::ibv_wr_opcode::IBV_WR_RDMA_READ;
-            request.send_flags = if is_last {
-                ffi::ibv_send_flags::IBV_SEND_SIGNALED.0
-            } else {
-                0
-            };
-            next = request;
-        }
-        let Some(first) = requests.first_mut() else {
+        if count == 0 {
             return Ok(0);
-        };
-        let first: *mut ffi::ibv_send_wr = first;
+        }
+        let (first, pieces) = (requests.as_mut_ptr(), pieces.as_mut_ptr());
+        for at in 0..count {
+            let is_last = at + 1 == count;
+            // SAFETY: obligation 1 — `at` < `count`, which are requests of the scratch; it has PIECES pieces for each.
+            let (request, next, list) = unsafe { (&mut *first.add(at), first.add(at + 1), pieces.add(at * PIECES)) };
+            request.wr_id = u64::from(queue) << 32 | u64::from(self.next.wrapping_add(at as u32));
+            request.next = if is_last { ptr::null_mut() } else { next };
+            request.sg_list = list;
+            request.opcode = ffi::ibv_wr_opcode::IBV_WR_RDMA_READ;
+            let signalled = ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
+            request.send_flags = if is_last { signalled } else { 0 };
+        }
         let mut bad = ptr::null_mut();
         // SAFETY: obligation 1 — the memory is borrowed for as long as this queue exists ('m); obligation 3 — the keys
         // are those of the lease that the batch borrows; obligation 4 — the read owns its landing runs until it is done.
@@ -271,10 +265,9 @@ impl<'m> SendQueue<'m> {
         };
         let taken = match code {
             0 => count,
-            // Those before the bad one were taken, and none of them is signalled.
-            // SAFETY: obligation 1 — `bad` is null or points into `requests`.
             _ if bad.is_null() => 0,
-            _ => (unsafe { bad.offset_from(first) }).unsigned_abs(),
+            // Those before the bad one were taken, and none of them is signalled.
+            _ => (bad as usize).saturating_sub(first as usize) / size_of::<ffi::ibv_send_wr>(),
         } as u32;
         if taken > 0 {
             let last = self.next.wrapping_add(taken - 1);
