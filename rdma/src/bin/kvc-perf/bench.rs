@@ -1,4 +1,4 @@
-//! `bench`: the figures of docs/bench.md, two processes of this machine. tcp beside iperf3, shm beside memcpy between
+//! `bench`: the figures of docs/ends.md, two processes of this machine. tcp beside iperf3, shm beside memcpy between
 //! mappings of the same kinds, in rounds that alternate so that a noisy machine hits both. `make bench` calls it.
 
 use std::{fs, thread, time::Duration};
@@ -10,10 +10,12 @@ use kvc_rdma::HostRegion;
 use crate::{
     case::{Access, Case, Shape},
     control::{Peer, Reply, Request},
+    ends::Ends,
     iperf,
+    measure::{Load, Reader, Target, measure_memcpy},
     report::{self, Progress, Row, median},
-    run::{Bench, What},
-    side::{Kind, Load, Memory, Reader, Target, measure_memcpy},
+    side::{Kind, Memory},
+    what::What,
 };
 
 /// MiB of memory on either side.
@@ -33,7 +35,7 @@ const fn case(len: u64, count: u64) -> Case {
     }
 }
 
-/// The table of docs/bench.md: 1 MiB runs and 256 scattered 64 KiB runs, by tcp and by shm.
+/// The table of docs/ends.md: 1 MiB runs and 256 scattered 64 KiB runs, by tcp and by shm.
 #[derive(Args)]
 pub struct Run {
     /// Which movers
@@ -80,10 +82,10 @@ impl Run {
                 let mut pair = Pairs::default();
                 for _ in 0..self.rounds {
                     progress.step(&format!("tcp, {}, {streams} streams", case.name()));
-                    let bench = Bench::start(self.what(Kind::Tcp, Memory::Heap, Memory::Heap, streams))?;
-                    let ours = bench.measure(Kind::Tcp, &case)?;
-                    pair.fences.extend(fences(&bench, Kind::Tcp, &case)?);
-                    let theirs = if iperf3 { bench.iperf3(&case) } else { None };
+                    let ends = Ends::start(self.what(Kind::Tcp, Memory::Heap, Memory::Heap, streams))?;
+                    let ours = ends.measure(Kind::Tcp, &case)?;
+                    pair.fences.extend(fences(&ends, Kind::Tcp, &case)?);
+                    let theirs = if iperf3 { ends.iperf3(&case) } else { None };
                     pair.add(ours, theirs);
                 }
                 rows.extend(pair.rows());
@@ -124,15 +126,15 @@ impl Run {
                     let mut pair = Pairs::default();
                     for _ in 0..self.rounds {
                         progress.step(&format!("shm, {}, {streams} threads, {name}", case.name()));
-                        let bench = Bench::start(self.what(Kind::Shm, target, source, streams))?;
+                        let ends = Ends::start(self.what(Kind::Shm, target, source, streams))?;
                         let load = Load {
                             depth: 1,
                             streams: 1,
-                            ..bench.load
+                            ..ends.load
                         };
-                        let plain = measure_memcpy(&case, &memory, &bench.side.pool, self.seconds);
-                        let ours = bench.measure(Kind::Shm, &case)?;
-                        pair.fences.extend(fences(&bench, Kind::Shm, &case)?);
+                        let plain = measure_memcpy(&case, &memory, &ends.side.pool, self.seconds);
+                        let ours = ends.measure(Kind::Shm, &case)?;
+                        pair.fences.extend(fences(&ends, Kind::Shm, &case)?);
                         pair.add(ours, Some(Row::new("memcpy", &case, &load, 0, plain)));
                     }
                     rows.extend(pair.rows().map(|row| Row {
@@ -201,30 +203,30 @@ impl Pairs {
 }
 
 /// Fences the lease again and again in the middle of reads; microseconds.
-fn fences(bench: &Bench, kind: Kind, case: &Case) -> Result<Vec<f64>> {
-    let link = bench.links.first().context("no peer")?;
-    let mut peer = Peer::connect(&link.at, &bench.key, None)?;
-    let mover = bench.side.mover(kind).context("no such mover")?;
+fn fences(ends: &Ends, kind: Kind, case: &Case) -> Result<Vec<f64>> {
+    let link = ends.links.first().context("no peer")?;
+    let mut peer = Peer::connect(&link.at, &ends.key, None)?;
+    let mover = ends.side.mover(kind).context("no such mover")?;
     let target = Target {
         kind,
         offer: &link.offer,
         landing: link.landing,
     };
-    let reader = Reader::new(mover, &target, &bench.load)?;
+    let reader = Reader::new(mover, &target, &ends.load)?;
     let from = crate::case::Pool {
         len: link.offer.pool,
         ..link.landing
     };
     let mut took = Vec::new();
     for number in 0..FENCES {
-        (0..bench.load.depth).for_each(|at| reader.read(case.copies((number + at) as u64, from, link.landing)));
+        (0..ends.load.depth).for_each(|at| reader.read(case.copies((number + at) as u64, from, link.landing)));
         thread::sleep(Duration::from_millis(2));
         match peer.ask(&Request::Fence(kind))? {
             Reply::Fenced(nanos) => took.push(nanos as f64 / 1e3),
             other => anyhow::bail!("unexpected answer {other:?}"),
         }
         // Most of them were revoked, which is what was asked for.
-        (0..bench.load.depth).try_for_each(|_| reader.try_wait().map(drop))?;
+        (0..ends.load.depth).try_for_each(|_| reader.try_wait().map(drop))?;
     }
     Ok(took)
 }

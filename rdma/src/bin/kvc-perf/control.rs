@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::{
     case::Case,
-    side::{Kind, Load, Measured, Offer},
+    measure::{Load, Measured},
+    side::{Kind, Offer},
 };
 
 /// Of these lines.

@@ -8,12 +8,15 @@ mod case;
 mod control;
 mod cpu;
 mod devices;
+mod ends;
 mod iperf;
 mod layout;
+mod measure;
 mod report;
 mod run;
 mod serve;
 mod side;
+mod what;
 
 use std::process::ExitCode;
 

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::{
     case::{Access, Case},
-    side::{Load, Measured},
+    measure::{Load, Measured},
 };
 
 /// The median round of one measurement.

@@ -19,7 +19,8 @@ use crate::{
     case::Pool,
     control::{Line, Reply, Request, VERSION},
     cpu, iperf,
-    side::{Kind, Memory, Offer, Setup, Side, Staging, Target, gather},
+    measure::{Target, gather},
+    side::{Kind, Memory, Offer, Setup, Side, Staging},
 };
 
 /// Clients at once.
