@@ -20,7 +20,7 @@ fi
 cargo=(cargo test --quiet -p kvc-rdma --features verbs --config profile.dev.package.kvc-rdma.opt-level=2)
 binaries=$(mktemp)
 trap 'rm -f "$binaries"' EXIT
-tests=(verbs verbs_faults verbs_allocations verbs_absent verbs_hosts)
+tests=(verbs verbs_faults verbs_allocations verbs_absent verbs_hosts verbs_trees)
 "${cargo[@]}" --no-run --message-format json --lib "${tests[@]/#/--test=}" |
   sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' > "$binaries"
 binary() { grep -E "/$1-[0-9a-f]+\$" "$binaries" | tail -1; }
@@ -74,6 +74,12 @@ if readelf -d "$(binary verbs_absent)" | grep -q 'NEEDED.*ibverbs'; then
   exit 1
 fi
 
+if [ $# = 0 ]; then
+  cargo clippy --quiet -p kvc-rdma --all-targets --features verbs -- -D warnings
+  "${cargo[@]}" --doc verbs
+  "$(binary kvc_rdma)" -q verbs::
+  "$(binary verbs_trees)" -q
+fi
 part "suite, one device" one verbs "$@"
 part "suite, two devices" pair verbs "$@"
 [ $# = 0 ] || exit 0

@@ -255,6 +255,90 @@ fn an_old_key_reads_nothing_behind_the_fence() {
     assert_eq!(read(1, 2), (None, true), "the other lease");
 }
 
+/// XFER-10: a peer that offers keys for what nobody asked for, or too short ones, is refused before anything is posted.
+#[test]
+fn keys_that_cover_nothing_asked_for_are_refused() {
+    if !is_there() {
+        return;
+    }
+    let importer = VerbsMover::start(config()).unwrap();
+    let target = HostRegion::new(LEN);
+    let local = importer.register(target.clone().into()).unwrap();
+    for (offered, len) in [(RegionKey(99), LEN as u64), (RegionKey(5), LEN as u64 - 1)] {
+        let peer = a_peer_that_offers(offered, len);
+        let run = |region| Run {
+            region,
+            offset: 0,
+            len: LEN as u64,
+        };
+        let copies = vec![Copy {
+            remote: run(RegionKey(5)),
+            local: run(local),
+        }];
+        let (tx, done) = std::sync::mpsc::channel();
+        let done_once = Box::new(move |result| tx.send(result).unwrap());
+        let token = LeaseToken::random().unwrap();
+        importer.read(&peer, token, copies, ReadOptions::default(), done_once);
+        let refused = done.recv_timeout(LONG).unwrap();
+        let stray = matches!(&refused, Err(MoverError::Verbs(VerbsError::StrayKey { region, .. }))
+            if [offered.0, 5].contains(region));
+        assert!(stray, "{refused:?}");
+        assert_eq!(target.read(0, LEN), [0; LEN]);
+    }
+}
+
+/// Welcomes whoever comes and grants these keys. Its queue pairs are made up: nothing may be posted to them.
+fn a_peer_that_offers(region: RegionKey, len: u64) -> String {
+    use crate::tcp::wire::{Head, Status, decode_request, encode_head};
+    use std::io::{Read, Write};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        let (mut input, mut buffer) = (Vec::new(), [0; 4096]);
+        let say = |socket: &mut std::net::TcpStream, id, body: &[u8]| {
+            let mut out = Vec::new();
+            let head = Head {
+                status: Status::Ok,
+                id,
+                len: body.len() as u64,
+                fact: 0,
+            };
+            encode_head(&mut out, &head);
+            out.extend_from_slice(body);
+            socket.write_all(&out).unwrap();
+        };
+        let mut greeted = None;
+        // Ends when the importer has had enough.
+        while let Ok(count @ 1..) = socket.read(&mut buffer) {
+            input.extend_from_slice(&buffer[..count]);
+            if greeted.is_none()
+                && let Some((hello, used)) = wire::decode_hello(&input).unwrap()
+            {
+                input.drain(..used);
+                let mut body = Vec::new();
+                wire::encode_ends(&mut body, &hello.ends);
+                say(&mut socket, 0, &body);
+                greeted = Some(hello.ends.len());
+            }
+            if let Some(paths) = greeted
+                && let Some((request, used)) = decode_request(&input).unwrap()
+            {
+                input.drain(..used);
+                let keys = vec![Key { address: 0, key: 1 }; paths];
+                let grant = wire::Grant {
+                    crc: 0,
+                    regions: vec![wire::RegionKeys { region, len, keys }],
+                };
+                let mut body = Vec::new();
+                wire::encode_grant(&mut body, &grant);
+                say(&mut socket, request.id, &body);
+            }
+        }
+    });
+    address
+}
+
 /// A line over which `run` may be read.
 fn granted<'m>(rails: &[Arc<Rail>], peer: &str, token: LeaseToken, run: &Run) -> Line<'m> {
     let (now, address) = (Instant::now(), peer.parse().unwrap());
