@@ -85,7 +85,9 @@ fn what_cannot_be_is_one_line_that_names_the_remedy() {
         let output = perf(arguments);
         let said = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && output.stdout.is_empty());
-        assert!(said.lines().count() == 1 && said.contains(remedy), "{said}");
+        // A build with verbs says as well why it goes without them, where there is no device.
+        let lines = said.lines().filter(|line| !line.contains("goes without"));
+        assert!(lines.count() == 1 && said.contains(remedy), "{said}");
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use kvc_rdma::{HostRegion, LeaseToken, Mover, RegionKey, Run, ShmConfig, ShmMover, TcpConfig, TcpMover, shm};
 use serde::{Deserialize, Serialize};
 
@@ -301,5 +301,5 @@ fn verbs(setup: &Setup) -> Result<Box<dyn Mover>> {
     } else {
         ", --ib-device names nothing"
     };
-    bail!("this build has no verbs{named}: build it with --features verbs")
+    anyhow::bail!("this build has no verbs{named}: build it with --features verbs")
 }
