@@ -17,6 +17,7 @@ use std::{
 use kvc_rdma::{
     Copy, HostRegion, LeaseToken, Mover, MoverError, ReadHandle, ReadOptions, ReadStats, Region, RegionKey, Run,
     VerbsConfig, VerbsMover,
+    shm::Pages,
     verbs::{VerbsError, survey},
 };
 use verbs_guest::{config, is_there};
@@ -382,14 +383,16 @@ fn a_removed_device_is_survived() {
     assert!(scene.is_whole());
 }
 
-/// XFER-5: a completion queue smaller than the work of a read never overruns.
+/// XFER-5: a completion queue smaller than the work of a read never overruns, also when all of that work fails at once
+/// and each request has a completion of its own. One that overran would leave the read waiting for `stall`.
 #[test]
 fn a_small_completion_queue_is_never_overrun() {
     if !is_there() {
         return;
     }
     let scene = Scene::new(4 << 20, |config| {
-        (config.entries, config.depth, config.batch) = (8, 64, 64)
+        (config.entries, config.depth, config.batch) = (8, 64, 64);
+        config.stall = Duration::from_secs(30);
     });
     let page = 4 << 10;
     // Pages in reverse: as many work requests.
@@ -406,14 +409,60 @@ fn a_small_completion_queue_is_never_overrun() {
             ..scene.copy.local
         },
     });
-    let (_, done) = begin(
-        &scene.importer,
-        &scene.exporter.endpoint(),
-        scene.token,
-        copies.collect(),
+    let copies: Vec<Copy> = copies.collect();
+    let last = scene.target.len() - 1;
+    for round in 0..6 {
+        scene.target.write(0, &vec![0; scene.target.len()]);
+        let (_, done) = begin(&scene.importer, &scene.exporter.endpoint(), scene.token, copies.clone());
+        if round % 2 == 0 {
+            let begun = Instant::now();
+            while scene.target.read(last, 1) == [0] && begun.elapsed() < LONG {
+                thread::yield_now();
+            }
+            scene.exporter.fence(&scene.token);
+            let (begun, result) = (Instant::now(), wait(&done));
+            assert!(
+                begun.elapsed() < Duration::from_secs(10),
+                "the work did not drain: {result:?}"
+            );
+            scene.exporter.expose(scene.token, LONG).unwrap();
+            scene.exporter.extend(&scene.token, &[scene.copy.remote]).unwrap();
+        } else {
+            wait(&done).unwrap();
+            assert!(scene.is_whole());
+        }
+    }
+}
+
+/// Host memory in a memfd, as the shm mover shares it, is exported and landed in like any other.
+#[test]
+fn a_pool_in_a_memfd_is_read_and_landed_in() {
+    if !is_there() {
+        return;
+    }
+    let len = 1 << 20;
+    let (exporter, importer) = (
+        VerbsMover::start(config(false)).unwrap(),
+        VerbsMover::start(config(false)).unwrap(),
     );
-    wait(&done).unwrap();
-    assert!(scene.is_whole());
+    let [source, target] = [(); 2].map(|()| HostRegion::shared(len, Pages::Default).unwrap());
+    source.write(0, &pattern(len));
+    let remote = exporter.register(source.into()).unwrap();
+    let local = importer.register(target.clone().into()).unwrap();
+    let run = |region| Run {
+        region,
+        offset: 0,
+        len: len as u64,
+    };
+    let token = LeaseToken::random().unwrap();
+    exporter.expose(token, LONG).unwrap();
+    exporter.extend(&token, &[run(remote)]).unwrap();
+    let copies = vec![Copy {
+        remote: run(remote),
+        local: run(local),
+    }];
+    wait(&begin(&importer, &exporter.endpoint(), token, copies).1).unwrap();
+    assert!(target.read(0, len) == pattern(len));
 }
 
 /// F20: memory that is not there, and more of it than may be locked, are told apart.

@@ -265,7 +265,8 @@ fn keys_that_cover_nothing_asked_for_are_refused() {
     let target = HostRegion::new(LEN);
     let local = importer.register(target.clone().into()).unwrap();
     for (offered, len) in [(RegionKey(99), LEN as u64), (RegionKey(5), LEN as u64 - 1)] {
-        let peer = a_peer_that_offers(offered, len);
+        let keys = Key { address: 0, key: 1 };
+        let peer = a_peer_that_grants(offered, len, keys, |ends| ends);
         let run = |region| Run {
             region,
             offset: 0,
@@ -283,12 +284,67 @@ fn keys_that_cover_nothing_asked_for_are_refused() {
         let stray = matches!(&refused, Err(MoverError::Verbs(VerbsError::StrayKey { region, .. }))
             if [offered.0, 5].contains(region));
         assert!(stray, "{refused:?}");
-        assert_eq!(target.read(0, LEN), [0; LEN]);
+        assert!(target.read(0, LEN) == [0; LEN], "a byte landed");
     }
 }
 
-/// Welcomes whoever comes and grants these keys. Its queue pairs are made up: nothing may be posted to them.
-fn a_peer_that_offers(region: RegionKey, len: u64) -> String {
+/// XFER-2, F11: `cancel` returns when nothing of the read can land any more. Its work is with the device, which asks a
+/// peer that does not answer yet again and again; the peer answers after the cancel.
+#[test]
+fn work_that_waits_for_its_peer_lands_nothing_after_cancel() {
+    if !is_there() {
+        return;
+    }
+    let bench = Bench::new();
+    let patient = VerbsConfig {
+        timeout: 15,
+        retries: 7,
+        ..config()
+    };
+    let importer = VerbsMover::start(patient).unwrap();
+    let target = HostRegion::new(LEN);
+    let local = importer.register(target.clone().into()).unwrap();
+    let answering = bench.rail.answering().unwrap();
+    let here = bench.rail.end(0, false, vec![(answering.number(), 0)]);
+    let (tell, told) = std::sync::mpsc::channel();
+    let welcome = move |ends: Vec<wire::End>| {
+        tell.send(ends[0].clone()).unwrap();
+        vec![here.clone()]
+    };
+    let peer = a_peer_that_grants(RegionKey(0), LEN as u64, bench.source_key(), welcome);
+    let run = |region| Run {
+        region,
+        offset: 0,
+        len: LEN as u64,
+    };
+    let copies = vec![Copy {
+        remote: run(RegionKey(0)),
+        local: run(local),
+    }];
+    let (tx, done) = std::sync::mpsc::channel();
+    let done_once = Box::new(move |result| tx.send(result).unwrap());
+    let token = LeaseToken::random().unwrap();
+    let read = importer.read(&peer, token, copies, ReadOptions::default(), done_once);
+    let there = told.recv_timeout(LONG).unwrap();
+    // Granted and posted by now.
+    thread::sleep(Duration::from_millis(100));
+    read.cancel();
+    assert_eq!(done.recv_timeout(LONG).unwrap(), Err(MoverError::Cancelled));
+    let path = bench.rail.path(&there, 0, false).unwrap();
+    answering
+        .connect(&bench.rail.choice, &path, &config().tuning())
+        .unwrap();
+    thread::sleep(Duration::from_millis(500));
+    assert!(target.read(0, LEN) == [0; LEN], "a byte landed after cancel");
+}
+
+/// Welcomes whoever comes with the ends that `welcome` makes of his, and grants this key whatever is asked.
+fn a_peer_that_grants(
+    region: RegionKey,
+    len: u64,
+    key: Key,
+    welcome: impl Fn(Vec<wire::End>) -> Vec<wire::End> + Send + 'static,
+) -> String {
     use crate::tcp::wire::{Head, Status, decode_request, encode_head};
     use std::io::{Read, Write};
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -317,15 +373,16 @@ fn a_peer_that_offers(region: RegionKey, len: u64) -> String {
             {
                 input.drain(..used);
                 let mut body = Vec::new();
-                wire::encode_ends(&mut body, &hello.ends);
+                let ends = welcome(hello.ends);
+                wire::encode_ends(&mut body, &ends);
                 say(&mut socket, 0, &body);
-                greeted = Some(hello.ends.len());
+                greeted = Some(ends.len());
             }
             if let Some(paths) = greeted
                 && let Some((request, used)) = decode_request(&input).unwrap()
             {
                 input.drain(..used);
-                let keys = vec![Key { address: 0, key: 1 }; paths];
+                let keys = vec![key; paths];
                 let grant = wire::Grant {
                     crc: 0,
                     regions: vec![wire::RegionKeys { region, len, keys }],
