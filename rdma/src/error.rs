@@ -19,7 +19,7 @@ pub enum Wait {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MoverError {
     /// The peer's endpoint is not of this mover's form.
-    #[error("peer {peer:?} is no endpoint of this mover (tcp: numeric ip:port)")]
+    #[error("peer {peer:?} is no endpoint of this mover (tcp: numeric ip:port; shm: shm:host:namespace:name)")]
     BadPeer {
         /// As given.
         peer: String,
@@ -92,6 +92,38 @@ pub enum MoverError {
     LocalRange {
         /// Which.
         run: Run,
+    },
+    /// The run lies in memory of this process alone: `shm` cannot export it.
+    #[error("local {run} is in no memfd: allocate the pool in one, or export it over another mover")]
+    NotShared {
+        /// Which.
+        run: Run,
+    },
+    /// A file that peers could not map safely.
+    #[error("the file of a region: {what} is {got:#x}, expected {expected:#x}")]
+    NotShareable {
+        /// What was looked at.
+        what: &'static str,
+        /// As found; an errno where a call was refused.
+        got: u64,
+        /// As needed.
+        expected: u64,
+    },
+    /// Memory is shared within one host and network namespace only.
+    #[error("peer {peer} is on another host or in another network namespace: use tcp or verbs")]
+    OtherHost {
+        /// Who.
+        peer: String,
+    },
+    /// The other end of the socket belongs to somebody else (XFER-10).
+    #[error("peer {peer} runs as user {got}, expected {expected}")]
+    OtherUser {
+        /// Who.
+        peer: String,
+        /// Its user id.
+        got: u32,
+        /// Ours.
+        expected: u32,
     },
     /// The two runs of a copy differ in length.
     #[error("a copy's remote run has {remote} bytes, its local run {local}")]
@@ -194,6 +226,10 @@ pub enum MoverError {
         /// As given.
         bind: SocketAddr,
     },
+    /// RDMA cannot be used, or failed.
+    #[cfg(feature = "verbs")]
+    #[error(transparent)]
+    Verbs(#[from] crate::verbs::VerbsError),
     /// The system refused.
     #[error("{call}: errno {errno}")]
     System {

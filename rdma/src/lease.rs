@@ -117,7 +117,6 @@ impl Leases {
     }
 
     /// As [`Leases::fence`] for every token.
-    #[cfg(feature = "fault")]
     pub(crate) fn fence_all(&self) {
         let table = std::mem::take(&mut *self.table.lock().unwrap_or_else(PoisonError::into_inner));
         table.into_values().flatten().for_each(|lease| lease.gate.shut());
@@ -162,6 +161,11 @@ impl Lease {
     pub(crate) fn pass<T>(&self, now: Instant, work: impl FnOnce() -> T) -> Result<T, Denied> {
         self.alive(now)?;
         self.gate.pass(work).ok_or(Denied::Revoked)
+    }
+
+    /// How long it lives yet.
+    pub(crate) fn left(&self, now: Instant) -> Duration {
+        self.ends.saturating_duration_since(now)
     }
 
     fn alive(&self, now: Instant) -> Result<(), Denied> {

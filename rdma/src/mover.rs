@@ -14,6 +14,10 @@ pub enum MoverKind {
     Loopback,
     /// TCP range requests.
     Tcp,
+    /// Shared memory of one host.
+    Shm,
+    /// RDMA READs.
+    Verbs,
 }
 
 impl MoverKind {
@@ -22,6 +26,8 @@ impl MoverKind {
         match self {
             MoverKind::Loopback => "loopback",
             MoverKind::Tcp => "tcp",
+            MoverKind::Shm => "shm",
+            MoverKind::Verbs => "verbs",
         }
     }
 }
@@ -136,7 +142,8 @@ pub trait Mover: Send + Sync {
     fn extend(&self, token: &LeaseToken, runs: &[Run]) -> Result<(), MoverError>;
 
     /// Ends the lease: when it returns nothing reads the exposed memory under this token any more, and the memory may be
-    /// written (XFER-2). Unknown tokens are ignored. Waits for one non-blocking write at most.
+    /// written (XFER-2). Unknown tokens are ignored. Waits for one non-blocking write at most; over shared memory for one
+    /// copy of an importer, and past its deadline for none: what is copied from then on is thrown away there.
     fn fence(&self, token: &LeaseToken);
 
     /// Fetches `copies` from `peer` (its [`Mover::endpoint`]) under `token`. The local runs belong to the read until

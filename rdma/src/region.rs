@@ -3,11 +3,15 @@
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
     fmt,
+    os::fd::OwnedFd,
     ptr::NonNull,
-    sync::{Arc, PoisonError, RwLock},
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
 };
 
-use crate::error::MoverError;
+use crate::{
+    error::MoverError,
+    shm::{Backing, Pages, SharedFile},
+};
 
 /// The alignment of a [`HostRegion`], one small page.
 const ALIGN: usize = 4096;
@@ -45,6 +49,8 @@ impl fmt::Display for Run {
 pub struct Region {
     address: NonNull<u8>,
     len: u64,
+    /// The file it is a shared mapping of, if any: then the `shm` mover exports it.
+    file: Option<SharedFile>,
     /// Keeps owned memory alive as long as the mover knows it.
     _owner: Option<Arc<HostRegion>>,
 }
@@ -66,8 +72,29 @@ impl Region {
         Region {
             address,
             len,
+            file: None,
             _owner: None,
         }
+    }
+
+    /// Says that the memory is a shared mapping of `file`, a memfd, from byte `offset`: peers on this host may map it
+    /// too. The file is sealed against shrinking, so that no peer of it faults.
+    ///
+    /// # Errors
+    /// [`MoverError::NotShareable`] when it cannot be sealed or does not reach to the end of the region.
+    pub fn backed_by(mut self, file: OwnedFd, offset: u64) -> Result<Self, MoverError> {
+        self.file = Some(SharedFile::seal(file, offset, self.len)?);
+        Ok(self)
+    }
+
+    /// The file that peers on this host can map.
+    pub(crate) fn file(&self) -> Option<&SharedFile> {
+        self.file.as_ref()
+    }
+
+    /// Whether peers on this host can map it.
+    pub fn is_shareable(&self) -> bool {
+        self.file.is_some()
     }
 
     /// Its length in bytes.
@@ -93,9 +120,14 @@ impl Region {
 
 impl From<Arc<HostRegion>> for Region {
     fn from(owner: Arc<HostRegion>) -> Self {
+        let file = match &owner.memory {
+            Memory::Heap => None,
+            Memory::Shared(backing) => Some(backing.file.clone()),
+        };
         Region {
             address: owner.address,
             len: owner.len as u64,
+            file,
             _owner: Some(owner),
         }
     }
@@ -106,6 +138,14 @@ impl From<Arc<HostRegion>> for Region {
 pub struct HostRegion {
     address: NonNull<u8>,
     len: usize,
+    memory: Memory,
+}
+
+enum Memory {
+    /// Of this process alone.
+    Heap,
+    /// A mapping of a memfd.
+    Shared(Backing),
 }
 
 // SAFETY: obligation 1 — it owns its memory until dropped, and hands out no reference into it.
@@ -123,7 +163,24 @@ impl HostRegion {
         // SAFETY: obligation 1 — the layout has a size above zero; the memory is freed in `drop` alone.
         let address = unsafe { alloc_zeroed(layout) };
         let address = NonNull::new(address).unwrap_or_else(|| handle_alloc_error(layout));
-        Arc::new(HostRegion { address, len })
+        let memory = Memory::Heap;
+        Arc::new(HostRegion { address, len, memory })
+    }
+
+    /// `len` zero bytes that peers on this host can map, in pages of the kind asked for.
+    ///
+    /// # Errors
+    /// [`MoverError::System`] when there is no such memory.
+    pub fn shared(len: usize, pages: Pages) -> Result<Arc<Self>, MoverError> {
+        let backing = Backing::new(len, pages)?;
+        let address = backing.address();
+        let memory = Memory::Shared(backing);
+        Ok(Arc::new(HostRegion { address, len, memory }))
+    }
+
+    /// Where it begins, for tools that ask the system about it.
+    pub fn address(&self) -> usize {
+        self.address.as_ptr() as usize
     }
 
     /// A region that holds a copy of `bytes`.
@@ -180,6 +237,21 @@ impl HostRegion {
         bytes
     }
 
+    /// Copies `len` bytes from `from` of another region to `at`, with one call of the C library's `memcpy`.
+    ///
+    /// # Panics
+    /// If they lie outside of either, or the regions are one: the caller is a test or a bench.
+    pub fn copy_from(&self, at: usize, source: &HostRegion, from: usize, len: usize) {
+        let inside = |start: usize, all: usize| start.checked_add(len).is_some_and(|end| end <= all);
+        assert!(inside(at, self.len) && inside(from, source.len), "copy past a region");
+        assert!(self.address != source.address, "a region is not copied to itself");
+        // SAFETY: obligation 1 — both in bounds as just checked, of two allocations, both borrowed.
+        unsafe {
+            let (to, from) = (self.address.add(at).as_ptr(), source.address.add(from).as_ptr());
+            libc::memcpy(to.cast(), from.cast(), len);
+        }
+    }
+
     fn layout(len: usize) -> Layout {
         match Layout::from_size_align(len.max(1), ALIGN) {
             Ok(layout) => layout,
@@ -190,8 +262,11 @@ impl HostRegion {
 
 impl Drop for HostRegion {
     fn drop(&mut self) {
-        // SAFETY: obligation 1 — allocated in `new` with this layout; every `Region` of it holds an `Arc`, so none is left.
-        unsafe { dealloc(self.address.as_ptr(), Self::layout(self.len)) }
+        if let Memory::Heap = self.memory {
+            // SAFETY: obligation 1 — allocated in `new` with this layout; every `Region` of it holds an `Arc`, so none is
+            // left.
+            unsafe { dealloc(self.address.as_ptr(), Self::layout(self.len)) }
+        }
     }
 }
 
@@ -218,9 +293,8 @@ impl Regions {
 
     /// Refuses the first run that lies in no known region.
     pub(crate) fn check<'a>(&self, runs: impl IntoIterator<Item = &'a Run>) -> Result<(), MoverError> {
-        let regions = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        let known = |run: &Run| regions.get(usize::try_from(run.region.0).ok()?)?.locate(run);
-        match runs.into_iter().find(|run| known(run).is_none()) {
+        let regions = self.view();
+        match runs.into_iter().find(|run| regions.locate(run).is_none()) {
             Some(run) => Err(MoverError::LocalRange { run: *run }),
             None => Ok(()),
         }
@@ -228,8 +302,27 @@ impl Regions {
 
     /// The address of `run`, if it lies in a known region.
     pub(crate) fn locate(&self, run: &Run) -> Option<NonNull<u8>> {
-        let regions = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        regions.get(usize::try_from(run.region.0).ok()?)?.locate(run)
+        self.view().locate(run)
+    }
+
+    /// For many look-ups in a row; nothing is registered while it lives.
+    pub(crate) fn view(&self) -> View<'_> {
+        View(self.0.read().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// The regions as they are now.
+pub(crate) struct View<'a>(RwLockReadGuard<'a, Vec<Region>>);
+
+impl View<'_> {
+    /// The region of that name.
+    pub(crate) fn region(&self, key: RegionKey) -> Option<&Region> {
+        self.0.get(usize::try_from(key.0).ok()?)
+    }
+
+    /// The address of `run`, if it lies in a known region.
+    pub(crate) fn locate(&self, run: &Run) -> Option<NonNull<u8>> {
+        self.region(run.region)?.locate(run)
     }
 }
 

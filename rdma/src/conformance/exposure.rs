@@ -5,11 +5,7 @@ use super::*;
 /// XFER-2, XFER-10: a token opens its runs, to the byte, and nothing else of the region or of another.
 pub fn nothing_outside_exposed_runs_is_readable(start: Start<'_>) {
     let scene = Scene::unexposed(start, 1000);
-    let other = scene
-        .pair
-        .exporter
-        .register(HostRegion::from_bytes(&pattern(1000)).into())
-        .unwrap();
+    let other = scene.pair.exporter.register(exportable(&pattern(1000)).into()).unwrap();
     scene.pair.exporter.expose(scene.token, LONG).unwrap();
     let runs = [(100, 50), (150, 50), (400, 100)];
     runs.into_iter()

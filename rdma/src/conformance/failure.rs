@@ -133,7 +133,7 @@ pub fn a_dropped_exporter_is_an_error_at_the_reader(start: Start<'_>) {
     drop(exporter);
     Scene::fill(&source, AFTER_FENCE);
     inject(None);
-    let result = Reading { handle, done }.wait();
+    let result = Reading::new(handle, done).wait();
     assert!(is_gone(&result), "{result:?}");
     assert!(!target.read(0, LARGE).contains(&AFTER_FENCE));
     drop(keep);

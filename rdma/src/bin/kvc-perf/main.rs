@@ -1,0 +1,88 @@
+//! `kvc-perf`: how fast this machine, or two of them, move KV: what a new node runs first.
+//!
+//! `serve` on one end, `run` or `compare` on the other; `devices` says what RDMA finds; `bench` makes the figures of
+//! docs/bench.md.
+
+mod bench;
+mod case;
+mod control;
+mod cpu;
+mod devices;
+mod ends;
+mod iperf;
+mod layout;
+mod measure;
+mod report;
+mod run;
+mod serve;
+mod side;
+mod what;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, error::ErrorKind};
+
+/// Measures how KV moves between two workers: GB/s, runs/s, latencies and processor time, by every mover of kvc.
+///
+/// On one machine: `kvc-perf serve`, and on the other the line that it prints. On one machine alone: `kvc-perf compare --spawn 1`.
+#[derive(Parser)]
+#[command(name = "kvc-perf", version)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    Serve(serve::Serve),
+    Run(run::Run),
+    Compare(run::Compare),
+    /// What the RDMA selection finds on this machine.
+    Devices,
+    Bench(bench::Run),
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    let result = match cli.verb {
+        Verb::Serve(serve) => serve.run(),
+        Verb::Run(run) => run.run(),
+        Verb::Compare(compare) => compare.run(),
+        Verb::Devices => {
+            devices::show();
+            Ok(())
+        }
+        Verb::Bench(bench) => bench.run(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("kvc-perf: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// One line that names what is wrong and what would be right; help as it is.
+fn refuse(error: &clap::Error) -> ExitCode {
+    let help = matches!(
+        error.kind(),
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
+    );
+    if help {
+        // A closed pipe is nobody's fault.
+        let _ = error.print();
+        return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
+    }
+    let text = error.render().to_string();
+    let lines = text
+        .lines()
+        .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));
+    let words: Vec<&str> = lines.flat_map(str::split_whitespace).collect();
+    let line = words.join(" ");
+    eprintln!("kvc-perf: {} (see --help)", line.trim_start_matches("error: "));
+    ExitCode::from(2)
+}

@@ -1,0 +1,2 @@
+# The modules are loaded and there is no device.
+:
