@@ -1,6 +1,6 @@
 # Thin names over scripts/; each script says at its head what it does.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench soak clean
+.PHONY: help setup demo test rdmatest lint bench soak clean
 
 help:   ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+): *## (.*)/  make \1\t\2/' | expand -t 16
@@ -13,6 +13,9 @@ demo:   ## 1 prefill + 2 decode workers and the router replay real sessions
 
 test:   ## every test: Rust, Python, real engines, and the checks of make lint
 	@scripts/test.sh
+
+rdmatest: ## the verbs mover over software RoCE in an emulated guest (8 minutes; not part of make test yet)
+	@scripts/rdma/test.sh
 
 lint:   ## formatting, clippy, ruff, mypy, stubs, SPECIFICATION.md against the tests
 	@scripts/lint.sh

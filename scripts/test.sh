@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # usage: scripts/test.sh [PYTEST ARGUMENTS...]
-# Sets up what is missing and runs every test: Rust (nextest, doc tests), RDMA in an emulated guest, the wheel's Python
-# tests, real SGLang engines with the router, and the checks of lint.sh. Stops at the first part that fails. Safe to
-# repeat; about 8 GB of memory.
+# Sets up what is missing and runs every test: Rust (nextest, doc tests), the wheel's Python tests, real SGLang engines
+# with the router, and the checks of lint.sh. Stops at the first part that fails. Safe to repeat; about 8 GB of memory.
 # With arguments only the engine tests run, for example: scripts/test.sh -k tokens -x
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -21,7 +20,6 @@ cargo nextest --version >/dev/null 2>&1 ||
 step "rust: build tests" cargo nextest run --workspace --no-run --cargo-quiet
 step "rust: tests" cargo nextest run --workspace --cargo-quiet --no-fail-fast --status-level slow --final-status-level fail
 step "rust: doc tests" cargo test --workspace --doc --quiet
-step "rdma: the verbs mover in a guest" scripts/rdma/test.sh
 step "lint" scripts/lint.sh
 step "python: the wheel" "$py" -m pytest python-shim/tests
 step "real engines" engines

@@ -2,7 +2,8 @@
 # usage: scripts/rdma/test.sh [TEST FILTER]
 # The RDMA tests: the verbs mover against the kernel's software RoCE, in guests that prepare.sh makes. On one device and on
 # two, with faults, between two machines, and on machines that lack the library or the device. A guest without a device
-# fails; a machine that cannot have the emulator is told so, and the tests are skipped. scripts/test.sh calls this.
+# fails; a machine that cannot have the emulator is told so, and the tests are skipped. `make rdmatest` calls this; `make test` does
+# not yet.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$here/../.."
