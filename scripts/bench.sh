@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # usage: scripts/bench.sh [NAME...]
-# Measures what docs/bench.md shows and prints it: proto, rdma, admission, router (Rust alone), turns, engine-admission,
+# Measures what docs/bench.md shows and prints it: proto, rdma, admission, handover, router (Rust alone), turns, engine-admission,
 # reseed (real engines on CPU). Without names all of them, about 25 minutes; run it on a machine that does nothing else.
 # iperf3 is installed for the comparison if it is missing.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$root"
-all="proto rdma admission router turns engine-admission reseed"
+all="proto rdma admission handover router turns engine-admission reseed"
 
 iperf3_there() {
   command -v iperf3 >/dev/null && return
@@ -18,6 +18,7 @@ iperf3_there() {
 bench_proto() { cargo bench --quiet -p kvc-proto; }
 bench_rdma() { iperf3_there && cargo run --release --quiet -p kvc-rdma --features perf --bin kvc-perf -- bench; }
 bench_admission() { cargo run --release --quiet -p kvc-engine-ext --example admission_bench; }
+bench_handover() { cargo run --release --quiet -p kvc-engine-ext --example handover_bench; }
 bench_router() { cargo run --release --quiet -p kvc-router --example router_bench; }
 bench_turns() { scripts/setup-engine.sh --release && "$py" tests/engine/bench_turn.py turns; }
 bench_engine-admission() { scripts/setup-engine.sh --release && "$py" tests/engine/bench_turn.py admission; }

@@ -310,6 +310,15 @@ impl Worker {
     /// SES-4: the session was granted elsewhere under a higher placement: a grant is over, a turn is aborted, the copy
     /// stays as a replica.
     pub(super) fn supersede(&mut self, key: Key, placement: Placement, now: Now) {
+        self.end_use(key, now);
+        if self.sessions.get(key).is_some() {
+            self.keep_for(key, Some(placement));
+            self.refresh(key);
+        }
+    }
+
+    /// SES-4: this worker does not own the session any more: its grant is over, its turn is aborted.
+    pub(super) fn end_use(&mut self, key: Key, now: Now) {
         match self.sessions[key].state {
             SessionState::Admitted(id) | SessionState::Importing(_, id) => {
                 self.give_up(id, Reason::StaleEpoch, now);
@@ -320,10 +329,6 @@ impl Worker {
                 self.effects.push_back(Effect::Wake);
             }
             SessionState::Idle | SessionState::Syncing(_) => {}
-        }
-        if self.sessions.get(key).is_some() {
-            self.keep_for(key, Some(placement));
-            self.refresh(key);
         }
     }
 }

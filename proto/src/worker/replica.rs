@@ -85,7 +85,7 @@ impl Worker {
     }
 
     /// The backup has refused what this worker announced as an owner.
-    pub fn announce_refused(&mut self, session: &SessionId, epoch: Epoch, why: Reason, _now: Now) {
+    pub fn announce_refused(&mut self, session: &SessionId, epoch: Epoch, why: Reason, now: Now) {
         let Some(key) = self.sessions.find(session) else { return };
         let record = &mut self.sessions[key];
         if record.placement != Some(epoch.placement) || !record.is_owner() {
@@ -97,16 +97,7 @@ impl Worker {
         }
         record.standing = Standing::Replica;
         self.counters.lost += 1;
-        match self.sessions[key].state {
-            SessionState::Waiting(turn) | SessionState::Running(turn) => {
-                self.counters.superseded_turns += 1;
-                self.aborts.push(turn);
-                self.effects.push_back(Effect::Wake);
-            }
-            // A grant under the lost number ends with its turn's arrival, which is refused.
-            SessionState::Admitted(_) | SessionState::Importing(..) | SessionState::Idle | SessionState::Syncing(_) => {
-            }
-        }
+        self.end_use(key, now);
         self.refresh(key);
     }
 

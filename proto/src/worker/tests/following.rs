@@ -159,6 +159,21 @@ fn an_owner_that_was_passed_over_learns_it_from_its_announcement() {
     assert_eq!(peers.admit(1, 0, 90, 1, None).reason, Some(Reason::StaleEpoch));
 }
 
+/// SES-4, ADM-10: a grant under the lost number is not charged until it lapses.
+#[test]
+fn a_grant_under_a_lost_number_is_over() {
+    let (mut peers, history) = seeded(4);
+    let history = peers.turn(1, 0, &more(&history, 2, 10), 1, None);
+    peers.turn(2, 0, &more(&history, 3, 10), 2, Some(0));
+    let said = std::mem::take(&mut peers.at[2].said);
+    said.into_iter().for_each(|s| peers.carry(2, s)); // the backup hears of the new owner first
+    assert!(peers.admit(1, 0, history.len() + 10, 1, None).can_admit);
+    assert!(peers.at[1].w.load(None).used > 0);
+    peers.settle();
+    assert_eq!(peers.standing(1, 0), Standing::Replica);
+    assert_eq!(peers.at[1].w.load(None).used, 0);
+}
+
 /// SES-4: a granted higher placement ends a running turn; the copy is a replica.
 #[test]
 fn a_granted_higher_placement_aborts_the_turn_of_the_old_owner() {
