@@ -1,7 +1,7 @@
 //! [`KvLayout`]: the buffers that hold one token's keys and values. Made by the engine's adapter once per rank, read by
 //! `engine-ext` (registration, handshake, plans).
 
-use std::{any::Any, fmt, sync::Arc};
+use std::{any::Any, fmt, os::fd::OwnedFd, sync::Arc};
 
 /// One of the engine's KV buffers: `slots` rows of `row` bytes, row `s` belonging to token slot `s`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +24,15 @@ impl Buffer {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+}
+
+/// Where a buffer's bytes lie in a memfd, so that other processes of the host can map them too.
+#[derive(Clone, Debug)]
+pub struct Backing {
+    /// The memfd; the buffer is a shared mapping of it.
+    pub file: Arc<OwnedFd>,
+    /// Byte of row 0 in it.
+    pub offset: u64,
 }
 
 /// The type of one KV element.
@@ -118,6 +127,8 @@ pub struct KvLayout {
     device: Device,
     buffers: Arc<[Buffer]>,
     slots: u32,
+    /// One per buffer, or none at all.
+    backing: Option<Arc<[Backing]>>,
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -153,6 +164,20 @@ pub enum LayoutError {
         got: u64,
         /// From the shape or from buffer 0.
         expected: u64,
+    },
+    /// Not one file per buffer.
+    #[error("{buffers} buffers need as many backing files, got {got}")]
+    Backings {
+        /// Buffers.
+        buffers: usize,
+        /// Files given.
+        got: usize,
+    },
+    /// Only host memory is shared by file.
+    #[error("buffers on {device:?} have no backing files")]
+    NotHost {
+        /// Where they are.
+        device: Device,
     },
 }
 
@@ -213,8 +238,29 @@ impl KvLayout {
             device,
             buffers: buffers.into(),
             slots,
+            backing: None,
             _owner: owner,
         })
+    }
+
+    /// Says which file each buffer is a shared mapping of, in the order of [`KvLayout::buffers`]. What peers compare
+    /// ([`KvLayout::fingerprint`]) stays.
+    ///
+    /// # Errors
+    /// [`LayoutError::Backings`], [`LayoutError::NotHost`]. That the files reach far enough and can be sealed is looked
+    /// at where they are registered.
+    pub fn with_backing(self, files: Vec<Backing>) -> Result<Self, LayoutError> {
+        if self.device != Device::Host {
+            return Err(LayoutError::NotHost { device: self.device });
+        }
+        if files.len() != self.buffers.len() {
+            return Err(LayoutError::Backings {
+                buffers: self.buffers.len(),
+                got: files.len(),
+            });
+        }
+        let backing = Some(files.into());
+        Ok(Self { backing, ..self })
     }
 
     /// What the buffers mean.
@@ -230,6 +276,11 @@ impl KvLayout {
     /// K of every layer, then V of every layer.
     pub fn buffers(&self) -> &[Buffer] {
         &self.buffers
+    }
+
+    /// The file that buffer `index` is a shared mapping of, if it is one.
+    pub fn backing(&self, index: usize) -> Option<&Backing> {
+        self.backing.as_ref()?.get(index)
     }
 
     /// Rows in each buffer.
@@ -266,6 +317,7 @@ impl fmt::Debug for KvLayout {
             .field("device", &self.device)
             .field("buffers", &self.buffers.len())
             .field("slots", &self.slots)
+            .field("shared", &self.backing.is_some())
             .finish()
     }
 }
@@ -386,6 +438,36 @@ mod tests {
         )
         .unwrap();
         assert_eq!(other.fingerprint(), layout(SHAPE, buffers(4)).unwrap().fingerprint());
+    }
+
+    fn files(n: usize) -> Vec<Backing> {
+        let file: Arc<OwnedFd> = Arc::new(std::fs::File::open("/proc/self/exe").unwrap().into());
+        (0..n as u64)
+            .map(|i| Backing {
+                file: file.clone(),
+                offset: i << 12,
+            })
+            .collect()
+    }
+
+    #[test]
+    fn files_behind_the_buffers_do_not_either() {
+        // XFER-6: a worker whose pool peers can map matches one whose pool they cannot.
+        let plain = layout(SHAPE, buffers(4)).unwrap();
+        assert!(plain.backing(0).is_none());
+        let shared = plain.clone().with_backing(files(4)).unwrap();
+        assert_eq!(shared.fingerprint(), plain.fingerprint());
+        assert_eq!(shared.backing(3).map(|b| b.offset), Some(3 << 12));
+        assert!(shared.backing(4).is_none());
+    }
+
+    #[test]
+    fn files_are_one_per_buffer_and_of_host_memory() {
+        let refused = layout(SHAPE, buffers(4)).unwrap().with_backing(files(3)).unwrap_err();
+        assert_eq!(refused.to_string(), "4 buffers need as many backing files, got 3");
+        let gpu = KvLayout::checked(SHAPE, Device::Cuda(1), buffers(4), None).unwrap();
+        let refused = gpu.with_backing(files(4)).unwrap_err();
+        assert_eq!(refused.to_string(), "buffers on Cuda(1) have no backing files");
     }
 
     #[test]

@@ -11,5 +11,5 @@ pub mod layout;
 pub mod plan;
 
 pub use host::HostArena;
-pub use layout::{Buffer, Device, Dtype, KvLayout, LayoutError, Shape};
+pub use layout::{Backing, Buffer, Device, Dtype, KvLayout, LayoutError, Shape};
 pub use plan::{ByteCopy, Plan, SlotRun};
