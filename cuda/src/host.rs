@@ -11,7 +11,10 @@ use std::{
 
 use memmap2::MmapMut;
 
-use crate::layout::{Buffer, Device, KvLayout, LayoutError, Shape};
+use crate::{
+    layout::{Buffer, Device, KvLayout, LayoutError, Shape},
+    shared::{SharedMemory, SharedMemoryError},
+};
 
 /// A zeroed, page-aligned pool of `slots` token slots, and the [`KvLayout`] that describes it.
 ///
@@ -22,8 +25,10 @@ pub struct HostArena {
     layout: KvLayout,
 }
 
-struct Memory {
-    map: MmapMut,
+enum Memory {
+    /// Of this process alone.
+    Own(MmapMut),
+    Shared(SharedMemory),
 }
 
 /// Why there is no arena.
@@ -40,6 +45,9 @@ pub enum ArenaError {
         /// The system's error.
         source: io::Error,
     },
+    /// The system gave no memory that others can map.
+    #[error(transparent)]
+    Shared(#[from] SharedMemoryError),
 }
 
 impl HostArena {
@@ -48,23 +56,27 @@ impl HostArena {
     /// # Errors
     /// [`ArenaError`].
     pub fn new(shape: Shape, slots: u32) -> Result<Self, ArenaError> {
-        let buffer = u64::from(shape.row()) * u64::from(slots);
-        let count = u64::from(shape.layers) * 2;
-        let bytes = buffer.saturating_mul(count).max(1);
+        let bytes = size(shape, slots);
         let map = usize::try_from(bytes)
             .map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))
             .and_then(MmapMut::map_anon)
             .map_err(|source| ArenaError::Map { bytes, source })?;
         let base = map.as_ptr() as u64;
-        let memory = Arc::new(Memory { map });
-        let buffers = (0..count)
-            .map(|i| Buffer {
-                base: base + i * buffer,
-                row: shape.row(),
-                slots,
-            })
-            .collect();
-        let layout = KvLayout::checked(shape, Device::Host, buffers, Some(memory.clone()))?;
+        let memory = Arc::new(Memory::Own(map));
+        let layout = KvLayout::checked(shape, Device::Host, buffers(shape, slots, base), Some(memory.clone()))?;
+        Ok(Self { memory, layout })
+    }
+
+    /// The same in memory that other processes of the host can map: every buffer has its [`KvLayout::backing`].
+    ///
+    /// # Errors
+    /// [`ArenaError`].
+    pub fn shared(shape: Shape, slots: u32) -> Result<Self, ArenaError> {
+        let shared = SharedMemory::new(size(shape, slots))?;
+        let buffers = buffers(shape, slots, shared.address() as u64);
+        let files = buffers.iter().filter_map(|buffer| shared.backing(buffer)).collect();
+        let memory = Arc::new(Memory::Shared(shared));
+        let layout = KvLayout::checked(shape, Device::Host, buffers, Some(memory.clone()))?.with_backing(files)?;
         Ok(Self { memory, layout })
     }
 
@@ -102,13 +114,36 @@ impl HostArena {
     }
 }
 
+/// Bytes of all buffers, at least one.
+fn size(shape: Shape, slots: u32) -> u64 {
+    let buffer = u64::from(shape.row()) * u64::from(slots);
+    buffer.saturating_mul(u64::from(shape.layers) * 2).max(1)
+}
+
+/// One after the other from `base` on.
+fn buffers(shape: Shape, slots: u32, base: u64) -> Vec<Buffer> {
+    let row = shape.row();
+    let buffer = u64::from(row) * u64::from(slots);
+    (0..u64::from(shape.layers) * 2)
+        .map(|i| Buffer {
+            base: base + i * buffer,
+            row,
+            slots,
+        })
+        .collect()
+}
+
 impl Memory {
     fn cells(&self, offset: usize, len: usize) -> &[AtomicU8] {
-        assert!(offset + len <= self.map.len());
+        let (address, all) = match self {
+            Memory::Own(map) => (map.as_ptr(), map.len()),
+            Memory::Shared(memory) => (memory.address().cast_const(), memory.len()),
+        };
+        assert!(offset + len <= all);
         // SAFETY: obligation 1 — in bounds of a mapping that `self` keeps; no `&mut` to it is ever made, so atomic cells
         // are the only way in besides the mover, which goes through the kernel or raw copies (obligation 4 keeps both
         // from one slot).
-        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset).cast::<AtomicU8>(), len) }
+        unsafe { std::slice::from_raw_parts(address.add(offset).cast::<AtomicU8>(), len) }
     }
 }
 
@@ -117,20 +152,45 @@ mod tests {
     use super::*;
     use crate::layout::Dtype;
 
+    const SHAPE: Shape = Shape {
+        dtype: Dtype::Float32,
+        layers: 3,
+        heads: 2,
+        head_dim: 4,
+        page_tokens: 1,
+        tp: (0, 1),
+    };
+
     #[test]
     fn a_token_is_read_back_and_its_neighbours_stay() {
-        let shape = Shape {
-            dtype: Dtype::Float32,
-            layers: 3,
-            heads: 2,
-            head_dim: 4,
-            page_tokens: 1,
-            tp: (0, 1),
-        };
-        let arena = HostArena::new(shape, 10).unwrap();
+        for arena in [
+            HostArena::new(SHAPE, 10).unwrap(),
+            HostArena::shared(SHAPE, 10).unwrap(),
+        ] {
+            let bytes: Vec<u8> = (0..arena.layout().token_bytes()).map(|i| i as u8 + 1).collect();
+            arena.write_token(4, &bytes);
+            assert_eq!(arena.read_token(4), bytes);
+            assert!(arena.read_token(3).iter().chain(&arena.read_token(5)).all(|&b| b == 0));
+        }
+    }
+
+    #[test]
+    fn a_shared_arena_lies_in_its_files_where_the_layout_says() {
+        use std::{fs::File, os::unix::fs::FileExt};
+
+        assert!(HostArena::new(SHAPE, 10).unwrap().layout().backing(0).is_none());
+        let arena = HostArena::shared(SHAPE, 10).unwrap();
+        let row = SHAPE.row() as usize;
         let bytes: Vec<u8> = (0..arena.layout().token_bytes()).map(|i| i as u8 + 1).collect();
         arena.write_token(4, &bytes);
-        assert_eq!(arena.read_token(4), bytes);
-        assert!(arena.read_token(3).iter().chain(&arena.read_token(5)).all(|&b| b == 0));
+        for (index, own) in bytes.chunks(row).enumerate() {
+            let backing = arena.layout().backing(index).unwrap();
+            let mut found = vec![0; row];
+            let at = backing.offset + 4 * row as u64;
+            File::from(backing.file.try_clone().unwrap())
+                .read_exact_at(&mut found, at)
+                .unwrap();
+            assert_eq!(found, own, "buffer {index}");
+        }
     }
 }
