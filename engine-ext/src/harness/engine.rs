@@ -31,6 +31,8 @@ pub struct Start {
     pub heads: u32,
     /// Another mover than tcp.
     pub mover: Option<Arc<dyn Mover>>,
+    /// The pool lies in a memfd, so that `shm` can be offered.
+    pub shared: bool,
 }
 
 impl Start {
@@ -43,6 +45,7 @@ impl Start {
             model: "tiny",
             heads: 2,
             mover: None,
+            shared: false,
         }
     }
 }
@@ -100,7 +103,13 @@ impl TestEngine {
             tp: (0, 1),
         };
         // Like SGLang's pool: one page more than is ever handed out, page 0.
-        let arena = HostArena::new(shape, (start.pages + 1) * start.page_tokens).expect("memory");
+        let slots = (start.pages + 1) * start.page_tokens;
+        let arena = if start.shared {
+            HostArena::shared(shape, slots)
+        } else {
+            HostArena::new(shape, slots)
+        };
+        let arena = arena.expect("memory");
         let facts = EngineFacts {
             layout: arena.layout().clone(),
             model: start.model.into(),
