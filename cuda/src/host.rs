@@ -21,14 +21,15 @@ use crate::{
 /// Its bytes are read and written one by one as atomics: a mover may move them through the kernel at the same time.
 #[derive(Clone)]
 pub struct HostArena {
-    memory: Arc<Memory>,
+    memory: Memory,
     layout: KvLayout,
 }
 
+#[derive(Clone)]
 enum Memory {
     /// Of this process alone.
-    Own(MmapMut),
-    Shared(SharedMemory),
+    Own(Arc<MmapMut>),
+    Shared(Arc<SharedMemory>),
 }
 
 /// Why there is no arena.
@@ -61,9 +62,10 @@ impl HostArena {
             .map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))
             .and_then(MmapMut::map_anon)
             .map_err(|source| ArenaError::Map { bytes, source })?;
-        let base = map.as_ptr() as u64;
-        let memory = Arc::new(Memory::Own(map));
-        let layout = KvLayout::checked(shape, Device::Host, buffers(shape, slots, base), Some(memory.clone()))?;
+        let memory = Arc::new(map);
+        let buffers = buffers(shape, slots, memory.as_ptr() as u64);
+        let layout = KvLayout::checked(shape, Device::Host, buffers, Some(memory.clone()))?;
+        let memory = Memory::Own(memory);
         Ok(Self { memory, layout })
     }
 
@@ -72,11 +74,10 @@ impl HostArena {
     /// # Errors
     /// [`ArenaError`].
     pub fn shared(shape: Shape, slots: u32) -> Result<Self, ArenaError> {
-        let shared = SharedMemory::new(size(shape, slots))?;
-        let buffers = buffers(shape, slots, shared.address() as u64);
-        let files = buffers.iter().filter_map(|buffer| shared.backing(buffer)).collect();
-        let memory = Arc::new(Memory::Shared(shared));
-        let layout = KvLayout::checked(shape, Device::Host, buffers, Some(memory.clone()))?.with_backing(files)?;
+        let memory = Arc::new(SharedMemory::new(size(shape, slots))?);
+        let buffers = buffers(shape, slots, memory.address() as u64);
+        let layout = KvLayout::checked(shape, Device::Host, buffers, Some(memory.clone()))?.within(&memory)?;
+        let memory = Memory::Shared(memory);
         Ok(Self { memory, layout })
     }
 

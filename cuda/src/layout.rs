@@ -3,6 +3,8 @@
 
 use std::{any::Any, fmt, os::fd::OwnedFd, sync::Arc};
 
+use crate::shared::SharedMemory;
+
 /// One of the engine's KV buffers: `slots` rows of `row` bytes, row `s` belonging to token slot `s`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
@@ -173,6 +175,12 @@ pub enum LayoutError {
         /// Files given.
         got: usize,
     },
+    /// A buffer that should lie in shared memory does not.
+    #[error("buffer {index} lies outside the shared memory")]
+    Outside {
+        /// Which.
+        index: usize,
+    },
     /// Only host memory is shared by file.
     #[error("buffers on {device:?} have no backing files")]
     NotHost {
@@ -261,6 +269,16 @@ impl KvLayout {
         }
         let backing = Some(files.into());
         Ok(Self { backing, ..self })
+    }
+
+    /// As [`KvLayout::with_backing`], for buffers that all lie in `memory`.
+    ///
+    /// # Errors
+    /// [`LayoutError::Outside`] names the first that does not; [`LayoutError::NotHost`].
+    pub fn within(self, memory: &SharedMemory) -> Result<Self, LayoutError> {
+        let file = |(index, buffer)| memory.backing(buffer).ok_or(LayoutError::Outside { index });
+        let files = self.buffers.iter().enumerate().map(file).collect::<Result<_, _>>()?;
+        self.with_backing(files)
     }
 
     /// What the buffers mean.
@@ -468,6 +486,21 @@ mod tests {
         let gpu = KvLayout::checked(SHAPE, Device::Cuda(1), buffers(4), None).unwrap();
         let refused = gpu.with_backing(files(4)).unwrap_err();
         assert_eq!(refused.to_string(), "buffers on Cuda(1) have no backing files");
+    }
+
+    #[test]
+    fn a_buffer_outside_the_shared_memory_is_named() {
+        let memory = SharedMemory::new(4 * 6400).unwrap();
+        let mut inside = buffers(4);
+        for (buffer, i) in inside.iter_mut().zip(0..) {
+            buffer.base = memory.address() as u64 + i * 6400;
+        }
+        let mut outside = inside.clone();
+        let shared = layout(SHAPE, inside).unwrap().within(&memory).unwrap();
+        assert_eq!(shared.backing(3).map(|b| b.offset), Some(3 * 6400));
+        outside[2].base += 2 * 6400;
+        let refused = layout(SHAPE, outside).unwrap().within(&memory).unwrap_err();
+        assert_eq!(refused.to_string(), "buffer 2 lies outside the shared memory");
     }
 
     #[test]
