@@ -1,31 +1,38 @@
-//! `bench`: the figures of docs/ends.md, two processes of this machine. tcp beside iperf3, shm beside memcpy between
-//! mappings of the same kinds, in rounds that alternate so that a noisy machine hits both. `make bench` calls it.
+//! `bench`: the figures of docs/bench.md, two processes of this machine. tcp beside iperf3, shm beside memcpy between
+//! mappings of the same kinds, verbs beside `ib_read_bw`, in rounds that alternate so that a noisy machine hits both.
+//! `scripts/bench.sh` calls it, and `scripts/rdma/bench.sh` in a guest.
 
 use std::{fs, thread, time::Duration};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use clap::Args;
 use kvc_rdma::HostRegion;
 
 use crate::{
-    case::{Access, Case, Shape},
+    case::{Access, Case, Pool, Shape, parse_seconds},
     control::{Peer, Reply, Request},
     ends::Ends,
+    interrupt::{self, Role},
     iperf,
     measure::{Load, Reader, Target, measure_memcpy},
-    report::{self, Progress, Row, median},
+    perftest::Tool,
+    progress::Progress,
+    report::{Row, complain, median, print, ratios, say},
     side::{Kind, Memory},
     what::What,
 };
 
 /// MiB of memory on either side.
 const POOL: u64 = 256;
+/// Of verbs, whose emulated device reads all of it once before each round.
+const VERBS_POOL: u64 = 64;
 /// Fences under load per round.
 const FENCES: usize = 20;
 
 const CASES: [Case; 2] = [case(1 << 20, 64), case(64 << 10, 256)];
 /// Beside them for shm, where a run costs a call and no frame.
 const SMALL: Case = case(4 << 10, 4096);
+const VERBS_CASES: [Case; 2] = [case(64 << 10, 256), case(1 << 20, 16)];
 const STREAMS: [u64; 3] = [1, 2, 4];
 
 const fn case(len: u64, count: u64) -> Case {
@@ -35,8 +42,15 @@ const fn case(len: u64, count: u64) -> Case {
     }
 }
 
-/// The table of docs/ends.md: 1 MiB runs and 256 scattered 64 KiB runs, by tcp and by shm.
+const EXAMPLES: &str = "\
+Examples:
+  kvc-perf bench --only tcp
+  kvc-perf bench --only shm --seconds 0.5
+  kvc-perf bench --only verbs --seconds 2      beside ib_read_bw, one queue pair with 16 READs on the wire each";
+
+/// The tables of docs/bench.md: scattered runs of 1 MiB and 64 KiB by one mover beside a plain tool, in alternating rounds.
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Run {
     /// Which movers
     #[arg(long, value_delimiter = ',', default_value = "tcp,shm")]
@@ -45,10 +59,10 @@ pub struct Run {
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=1000))]
     rounds: u64,
     /// Seconds of one measurement
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, value_parser = parse_seconds)]
     seconds: f64,
     /// Reads at once
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=1024))]
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=64))]
     depth: u64,
     /// One JSON document instead of the table
     #[arg(long)]
@@ -58,43 +72,72 @@ pub struct Run {
 impl Run {
     /// Measures and prints.
     pub fn run(self) -> Result<()> {
-        ensure!(
-            self.seconds.is_finite() && self.seconds > 0.0 && self.seconds <= 3600.0,
-            "--seconds is {}: give more than 0 and at most 3600",
-            self.seconds
-        );
-        let mut rows = Vec::new();
-        if self.only.contains(&Kind::Tcp) {
-            rows.extend(self.tcp()?);
+        interrupt::watch(Role::Client)?;
+        let mut pairs = Vec::new();
+        for kind in Kind::ALL.into_iter().filter(|kind| self.only.contains(kind)) {
+            pairs.extend(match kind {
+                Kind::Verbs => self.verbs()?,
+                Kind::Shm => self.shm()?,
+                Kind::Tcp => self.tcp()?,
+            });
         }
-        if self.only.contains(&Kind::Shm) {
-            rows.extend(self.shm()?);
+        if self.json {
+            let rows: Vec<&Row> = pairs
+                .iter()
+                .flat_map(|pair| [Some(&pair.ours), pair.theirs.as_ref()])
+                .flatten()
+                .collect();
+            say(&serde_json::to_string_pretty(&rows)?);
+            return Ok(());
         }
-        report::show(&rows, self.json)
+        let table = std::iter::once(Pair::HEAD.map(String::from).to_vec()).chain(pairs.iter().map(Pair::cells));
+        print(&table.collect::<Vec<_>>());
+        Ok(())
     }
 
-    fn tcp(&self) -> Result<Vec<Row>> {
+    fn verbs(&self) -> Result<Vec<Pair>> {
+        let mut progress = Progress::new(VERBS_CASES.len() * self.rounds as usize);
+        let mut pairs = Vec::new();
+        for case in VERBS_CASES {
+            let mut rounds = Rounds::default();
+            for _ in 0..self.rounds {
+                progress.step(&format!("verbs, {}", case.name()));
+                // Equal on both sides: one queue pair, which has 16 READs on the wire.
+                let ends = Ends::start(What {
+                    pool: VERBS_POOL,
+                    pairs: Some(1),
+                    ..self.what(Kind::Verbs, Memory::Memfd, Memory::Memfd, 1)
+                })?;
+                let ours = ends.measure(Kind::Verbs, &case)?;
+                let theirs = ends.perftest(Tool::Read, &case, ours.gb_s * 1e9)?;
+                rounds.add(ours, Some(theirs));
+            }
+            pairs.extend(rounds.pair(""));
+        }
+        Ok(pairs)
+    }
+
+    fn tcp(&self) -> Result<Vec<Pair>> {
         let iperf3 = iperf::is_installed();
         let mut progress = Progress::new(STREAMS.len() * CASES.len() * self.rounds as usize);
-        let mut rows = Vec::new();
+        let mut pairs = Vec::new();
         for streams in STREAMS {
             for case in CASES {
-                let mut pair = Pairs::default();
+                let mut rounds = Rounds::default();
                 for _ in 0..self.rounds {
                     progress.step(&format!("tcp, {}, {streams} streams", case.name()));
                     let ends = Ends::start(self.what(Kind::Tcp, Memory::Heap, Memory::Heap, streams))?;
                     let ours = ends.measure(Kind::Tcp, &case)?;
-                    pair.fences.extend(fences(&ends, Kind::Tcp, &case)?);
-                    let theirs = if iperf3 { ends.iperf3(&case) } else { None };
-                    pair.add(ours, theirs);
+                    rounds.fences.extend(fences(&ends, Kind::Tcp, &case)?);
+                    rounds.add(ours, iperf3.then(|| ends.iperf3(&case)).transpose()?);
                 }
-                rows.extend(pair.rows());
+                pairs.extend(rounds.pair("heap to heap"));
             }
         }
-        Ok(rows)
+        Ok(pairs)
     }
 
-    fn shm(&self) -> Result<Vec<Row>> {
+    fn shm(&self) -> Result<Vec<Pair>> {
         let kinds = [
             (Memory::Memfd, Memory::Heap),
             (Memory::Memfd, Memory::Memfd),
@@ -102,28 +145,28 @@ impl Run {
             (Memory::Huge, Memory::Huge),
         ];
         let mut progress = Progress::new(kinds.len() * 2 * (CASES.len() + 1) * self.rounds as usize);
-        let mut rows = Vec::new();
+        let mut pairs = Vec::new();
         for (source, target) in kinds {
             let name = format!("{source:?} to {target:?}").to_lowercase();
             let memory = match source.allocate(POOL << 20) {
                 Ok(memory) => memory,
                 Err(error) => {
-                    eprintln!("shm from {name}: not measured: {error:#}");
+                    complain(&format!("shm from {name}: not measured: {error:#}"));
                     continue;
                 }
             };
             if source == Memory::Thp && large(&memory)? == 0 {
                 let enabled = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
                 let enabled = enabled.unwrap_or_default();
-                eprintln!(
+                complain(&format!(
                     "shm from {name}: not measured: no large page was given, shmem_enabled is {}",
                     enabled.trim()
-                );
+                ));
                 continue;
             }
             for streams in [1, 2] {
                 for case in CASES.into_iter().chain([SMALL]) {
-                    let mut pair = Pairs::default();
+                    let mut rounds = Rounds::default();
                     for _ in 0..self.rounds {
                         progress.step(&format!("shm, {}, {streams} threads, {name}", case.name()));
                         let ends = Ends::start(self.what(Kind::Shm, target, source, streams))?;
@@ -134,17 +177,14 @@ impl Run {
                         };
                         let plain = measure_memcpy(&case, &memory, &ends.side.pool, self.seconds);
                         let ours = ends.measure(Kind::Shm, &case)?;
-                        pair.fences.extend(fences(&ends, Kind::Shm, &case)?);
-                        pair.add(ours, Some(Row::new("memcpy", &case, &load, 0, plain)));
+                        rounds.fences.extend(fences(&ends, Kind::Shm, &case)?);
+                        rounds.add(ours, Some(Row::new("memcpy", &case, &load, 0, plain)));
                     }
-                    rows.extend(pair.rows().map(|row| Row {
-                        case: format!("{}, {name}", row.case),
-                        ..row
-                    }));
+                    pairs.extend(rounds.pair(&name));
                 }
             }
         }
-        Ok(rows)
+        Ok(pairs)
     }
 
     fn what(&self, kind: Kind, memory: Memory, peer_memory: Memory, streams: u64) -> What {
@@ -164,41 +204,78 @@ impl Run {
 
 /// Ours beside theirs, round by round.
 #[derive(Default)]
-struct Pairs {
+struct Rounds {
     ours: Vec<Row>,
     theirs: Vec<Row>,
-    ratios: Vec<f64>,
-    cpu_ratios: Vec<f64>,
     fences: Vec<f64>,
 }
 
-impl Pairs {
+/// The medians.
+struct Pair {
+    ours: Row,
+    theirs: Option<Row>,
+    /// `memfd to heap`.
+    memory: String,
+}
+
+impl Rounds {
     fn add(&mut self, ours: Row, theirs: Option<Row>) {
-        if let Some(theirs) = theirs {
-            self.ratios.push(ours.gb_s / theirs.gb_s);
-            let all = ours
-                .cpu_s_per_gb
-                .zip(ours.peer_cpu_s_per_gb)
-                .map(|(here, there)| here + there);
-            let cpu = theirs.cpu_s_per_gb.zip(all).map(|(theirs, ours)| theirs / ours);
-            self.cpu_ratios.extend(cpu.filter(|ratio| ratio.is_finite()));
-            self.theirs.push(theirs);
-        }
         self.ours.push(ours);
+        self.theirs.extend(theirs);
     }
 
-    fn rows(mut self) -> impl Iterator<Item = Row> {
+    fn pair(mut self, memory: &str) -> Option<Pair> {
         let worst = self.fences.iter().copied().fold(0.0, f64::max);
         let fence_us = median(&mut self.fences).map(|median| [median, worst]);
-        let ratio = median(&mut self.ratios);
-        let cpu_ratio = median(&mut self.cpu_ratios);
-        let ours = Row::median(self.ours).map(|row| Row {
+        let (ratio, cpu_ratio) = ratios(&self.ours, &self.theirs);
+        let ours = Row {
             ratio,
             cpu_ratio,
             fence_us,
-            ..row
-        });
-        ours.into_iter().chain(Row::median(self.theirs))
+            ..Row::median(self.ours)?
+        };
+        Some(Pair {
+            ours,
+            theirs: Row::median(self.theirs),
+            memory: memory.into(),
+        })
+    }
+}
+
+impl Pair {
+    const HEAD: [&str; 11] = [
+        "by",
+        "one read",
+        "memory",
+        "streams",
+        "GB/s",
+        "beside it",
+        "ratio",
+        "CPU s/GB, both ends",
+        "beside it",
+        "CPU ratio",
+        "fence µs (median, worst)",
+    ];
+
+    fn cells(&self) -> Vec<String> {
+        let Pair { ours, theirs, memory } = self;
+        let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.2}"));
+        let cpu = |row: &Row| Some(row.cpu_s_per_gb? + row.peer_cpu_s_per_gb?);
+        let beside = theirs.as_ref().map(|row| format!("{} {:.2}", row.by, row.gb_s));
+        vec![
+            ours.by.clone(),
+            ours.case.clone(),
+            memory.clone(),
+            ours.streams.to_string(),
+            format!("{:.2}", ours.gb_s),
+            beside.unwrap_or("-".into()),
+            number(ours.ratio),
+            number(cpu(ours)),
+            number(theirs.as_ref().and_then(cpu)),
+            number(ours.cpu_ratio),
+            ours.fence_us
+                .map_or("-".into(), |[median, worst]| format!("{median:.0}, {worst:.0}")),
+        ]
     }
 }
 
@@ -213,7 +290,7 @@ fn fences(ends: &Ends, kind: Kind, case: &Case) -> Result<Vec<f64>> {
         landing: link.landing,
     };
     let reader = Reader::new(mover, &target, &ends.load)?;
-    let from = crate::case::Pool {
+    let from = Pool {
         len: link.offer.pool,
         ..link.landing
     };

@@ -7,8 +7,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::layout::Layout;
 
-/// Reads that are made at once.
+/// Reads that are made at once, and their runs.
 const ROUND: u64 = 64;
+/// Runs of one read at most: what the lists of one read may cost in memory, whoever asks for it.
+const MOST_RUNS: u64 = 1 << 20;
+/// Runs of all reads at once at most.
+const MOST_RUNNING: u64 = 1 << 22;
+/// Gathered reads at once: each has a connection of its own.
+const MOST_GATHERING: u64 = 32;
 
 /// Where the runs of a read lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -77,13 +83,54 @@ impl Case {
         }
     }
 
-    /// Refuses what a pool of `pool` bytes cannot hold.
+    /// Runs of one read as they lie in the pool.
+    pub fn count(&self) -> u64 {
+        match self.shape {
+            Shape::Runs { count, .. } => count,
+            Shape::Tokens { layout, tokens } => layout.buffers() * (tokens / layout.page),
+        }
+    }
+
+    /// Refuses what a pool of `pool` bytes cannot hold and what is out of bounds; everything else here relies on it, and
+    /// it relies on nothing: a case may come from the other end.
     pub fn check(&self, pool: u64, whose: &str) -> Result<()> {
-        let need = self.bytes().next_multiple_of(1 << 20) >> 20;
+        let bytes = match self.shape {
+            Shape::Runs { len, count } => len.checked_mul(count),
+            Shape::Tokens { layout, tokens } => {
+                layout.check()?;
+                ensure!(
+                    tokens > 0 && tokens.is_multiple_of(layout.page),
+                    "--tokens is {tokens}: give a multiple of the page, {}",
+                    layout.page
+                );
+                layout.token().checked_mul(tokens)
+            }
+        };
+        // A number that does not exist is more than any pool.
+        let bytes = bytes.unwrap_or(u64::MAX);
         ensure!(
-            self.bytes() > 0 && self.bytes() <= pool,
-            "one read is {need} MiB and {whose} pool {} MiB: give --pool {need} or more, or fewer runs or tokens",
+            (1..=pool).contains(&bytes),
+            "one read is {} MiB and {whose} pool {} MiB: give a larger --pool, or fewer --runs or --tokens",
+            bytes.div_ceil(1 << 20),
             pool >> 20
+        );
+        let runs = self.count();
+        ensure!(
+            runs <= MOST_RUNS,
+            "one read has {runs} runs, {MOST_RUNS} are allowed: give fewer --runs or --tokens"
+        );
+        Ok(())
+    }
+
+    /// Refuses more reads at once than lists of their runs have room.
+    pub fn check_depth(&self, depth: u64) -> Result<()> {
+        let most = (MOST_RUNNING / self.count().max(1)).clamp(1, 1024);
+        let gathered = self.access == Access::Gathered;
+        let most = if gathered { most.min(MOST_GATHERING) } else { most };
+        ensure!(
+            (1..=most).contains(&depth),
+            "--depth is {depth}: give 1 to {most}{}, or smaller reads",
+            if gathered { " for gathered reads" } else { "" }
         );
         Ok(())
     }
@@ -118,9 +165,10 @@ impl Case {
     }
 
     /// The reads that a measurement goes through again and again, made before it begins: all that fit into the smaller
-    /// pool, at most [`ROUND`].
+    /// pool, at most [`ROUND`], of at most [`MOST_RUNS`] runs together.
     pub fn round(&self, from: Pool, to: Pool) -> Vec<Vec<Copy>> {
-        let reads = (from.len.min(to.len) / self.bytes()).clamp(1, ROUND);
+        let most = (MOST_RUNS / self.count().max(1)).clamp(1, ROUND);
+        let reads = (from.len.min(to.len) / self.bytes()).clamp(1, most);
         (0..reads).map(|number| self.copies(number, from, to)).collect()
     }
 
@@ -209,6 +257,12 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         .ok_or(format!("{text:?} is no size: write 4096, 64k or 1m"))
 }
 
+/// More than 0 and at most an hour.
+pub fn parse_seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse().ok().filter(|seconds| *seconds > 0.0 && *seconds <= 3600.0);
+    seconds.ok_or("give more than 0 and at most 3600".into())
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
@@ -279,12 +333,55 @@ mod tests {
         assert_eq!((size(65_536), size(100)), ("64 KiB".into(), "100 B".into()));
     }
 
+    /// From the other end's line: none of them may be divided by, multiplied or allocated for.
+    #[test]
+    fn what_no_read_can_be_is_refused_before_it_is_used() {
+        let tokens = |layout: &str, tokens: u64| {
+            let text = format!(
+                r#"{{"shape": {{"Tokens": {{"layout": {layout}, "tokens": {tokens}}}}}, "access": "scattered"}}"#
+            );
+            serde_json::from_str::<Case>(&text).unwrap()
+        };
+        let runs = |len, count| Case {
+            shape: Shape::Runs { len, count },
+            access: Access::Scattered,
+        };
+        let most = u64::MAX;
+        let wrong = [
+            runs(0, 4),
+            runs(4, 0),
+            runs(most, 2),
+            runs(most, most),
+            runs(1, MOST_RUNS + 1),
+            tokens(r#"{"layers": 1, "heads": 1, "dim": 1, "element": 2, "page": 0}"#, 1),
+            tokens(r#"{"layers": 0, "heads": 1, "dim": 1, "element": 2, "page": 1}"#, 1),
+            tokens(
+                r#"{"layers": 18446744073709551615, "heads": 9, "dim": 9, "element": 2, "page": 1}"#,
+                1,
+            ),
+            tokens(r#"{"layers": 1, "heads": 1, "dim": 1, "element": 2, "page": 4}"#, 6),
+            tokens(r#"{"layers": 1, "heads": 1, "dim": 1, "element": 2, "page": 1}"#, most),
+            tokens(
+                r#"{"layers": 65536, "heads": 1, "dim": 1, "element": 1, "page": 1}"#,
+                16,
+            ),
+        ];
+        for case in wrong {
+            assert!(case.check(1 << 40, "the server's").is_err(), "{case:?}");
+        }
+        let ok = runs(1 << 20, 4);
+        assert!(ok.check(4 << 20, "the server's").is_ok());
+        assert!(ok.check_depth(0).is_err() && ok.check_depth(1024).is_ok() && ok.check_depth(1025).is_err());
+        let many = runs(1, MOST_RUNS);
+        assert!(many.check_depth(4).is_ok() && many.check_depth(5).is_err());
+    }
+
     #[test]
     fn a_read_that_does_not_fit_its_pool_names_the_remedy() {
         let refused = runs(Access::Scattered)
             .check(100, "the server's")
             .unwrap_err()
             .to_string();
-        assert!(refused.contains("--pool 1"), "{refused}");
+        assert!(refused.contains("larger --pool"), "{refused}");
     }
 }

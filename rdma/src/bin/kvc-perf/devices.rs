@@ -1,54 +1,498 @@
-//! `devices`: what the RDMA selection finds on this machine, and what it would take.
+//! `devices`: what this machine has for each mover, what RDMA would take, and why not the rest. The first thing to look at
+//! on a new node; it needs neither a device, nor the kernel's RDMA, nor its library.
 
-/// Prints it.
-#[cfg(feature = "verbs")]
-pub fn show() {
-    use std::path::Path;
+use std::{fs, net::IpAddr, path::Path};
 
-    use kvc_rdma::verbs::{Tree, Wish, choose, survey};
+use anyhow::Result;
+use clap::Args;
+use serde::Serialize;
 
-    let survey = survey();
-    match &survey.verbs {
-        Ok(names) => println!("libibverbs opens: {}", list(names)),
-        Err(error) => println!("libibverbs: {error}"),
+use crate::report::say;
+
+/// Modules of the kernel that matter: what verbs needs, drivers, and GPUDirect's.
+const MODULES: [&str; 9] = [
+    "ib_core",
+    "ib_uverbs",
+    "mlx5_core",
+    "mlx5_ib",
+    "irdma",
+    "bnxt_re",
+    "rdma_rxe",
+    "siw",
+    "nvidia_peermem",
+];
+/// An interface's MTU below which RoCE packets carry less than 4096 bytes.
+const MTU: u64 = 4200;
+
+const EXAMPLES: &str = "\
+Examples:
+  kvc-perf devices                        what is there, and what a worker would take
+  kvc-perf devices --to 10.0.0.2          for peers behind that address
+  kvc-perf devices --ib-device mlx5_0,mlx5_1:1
+  kvc-perf devices --json
+
+Exit status 0, whatever is there: `chosen` and `movers` of --json are for scripts.";
+
+/// What this machine has for each mover, what RDMA would take, and why not the rest.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Devices {
+    /// As if workers were told to take these: mlx5_0,mlx5_1:1
+    #[arg(long, value_delimiter = ',')]
+    ib_device: Vec<String>,
+    /// A peer's address: the device of the route to it is preferred
+    #[arg(long, value_name = "IP")]
+    to: Option<IpAddr>,
+    /// One JSON document instead of the text
+    #[arg(long)]
+    json: bool,
+}
+
+/// All that is said.
+#[derive(Debug, Serialize)]
+struct Found {
+    /// Whether this build has the verbs mover.
+    built: bool,
+    /// Whether libibverbs can be used, and why not.
+    library: Result<Vec<String>, String>,
+    /// Those of [`MODULES`] that are loaded.
+    modules: Vec<&'static str>,
+    /// What the library opens: `/dev/infiniband/uverbs0`.
+    files: Vec<String>,
+    /// Bytes that may be locked, none without a limit.
+    locked_memory: Option<u64>,
+    devices: Vec<Device>,
+    /// What verbs would take.
+    chosen: Vec<String>,
+    /// Why it would take nothing.
+    not_chosen: Option<String>,
+    large_pages: LargePages,
+    /// That would start here, the best first.
+    movers: Vec<&'static str>,
+}
+
+#[derive(Debug, Serialize)]
+struct Device {
+    name: String,
+    /// Its PCI function, none for software.
+    pci: Option<String>,
+    numa: Option<u32>,
+    ports: Vec<Port>,
+}
+
+#[derive(Debug, Serialize)]
+struct Port {
+    number: u8,
+    link: String,
+    state: String,
+    gb_s: u32,
+    /// Of the interface behind the address that would be taken.
+    mtu: Option<u64>,
+    /// The address that would be taken, or why none.
+    usable: Result<String, String>,
+    addresses: Vec<String>,
+}
+
+/// Of shared memory.
+#[derive(Debug, Serialize)]
+struct LargePages {
+    shmem_enabled: String,
+    nr_hugepages: u64,
+}
+
+impl Devices {
+    /// Looks and prints.
+    pub fn run(self) -> Result<()> {
+        let found = Found::look(&self, Path::new("/"));
+        if self.json {
+            say(&serde_json::to_string_pretty(&found)?);
+        } else {
+            found.lines().iter().for_each(|line| say(line));
+        }
+        Ok(())
     }
-    for nic in &survey.nics {
-        let numa = nic.numa.map_or("?".into(), |node| node.to_string());
-        let pci = nic.pci.last().map_or("no hardware", String::as_str);
-        println!("{} ({pci}, NUMA node {numa})", nic.name);
-        for port in &nic.ports {
-            println!(
-                "  port {}: {:?}, {}, {} Gb/s",
-                port.number, port.link, port.state, port.rate
-            );
-            for gid in &port.gids {
-                let interface = gid.interface.as_deref().unwrap_or("-");
-                println!("    gid {}: {} {:?} {interface}", gid.index, gid.address, gid.kind);
-            }
+}
+
+impl Found {
+    fn look(asked: &Devices, root: &Path) -> Self {
+        let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
+        let sees = |module: &&str| root.join("sys/module").join(module).exists();
+        let mut files: Vec<String> = fs::read_dir(root.join("dev/infiniband"))
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .filter(|name| name.starts_with("uverbs"))
+            .map(|name| format!("/dev/infiniband/{name}"))
+            .collect();
+        files.sort();
+        let shmem = text("sys/kernel/mm/transparent_hugepage/shmem_enabled");
+        let enabled = shmem.split(['[', ']']).nth(1).unwrap_or("unknown");
+        let rdma = rdma::look(asked, root);
+        let verbs = (!rdma.chosen.is_empty()).then_some("verbs");
+        Found {
+            built: cfg!(feature = "verbs"),
+            library: rdma.library,
+            modules: MODULES.into_iter().filter(sees).collect(),
+            files,
+            locked_memory: locked_memory(&text("proc/self/limits")),
+            devices: rdma.devices,
+            chosen: rdma.chosen,
+            not_chosen: rdma.not_chosen,
+            large_pages: LargePages {
+                shmem_enabled: enabled.into(),
+                nr_hugepages: text("proc/sys/vm/nr_hugepages").trim().parse().unwrap_or(0),
+            },
+            movers: verbs.into_iter().chain(["shm", "tcp"]).collect(),
         }
     }
-    match choose(&Tree::read(Path::new("/sys")), &Wish::default()) {
-        Ok(choices) => choices.iter().for_each(|choice| {
-            println!(
-                "taken without --ib-device: {}:{}, gid {}",
-                choice.device, choice.port, choice.gid_index
+
+    fn lines(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        let mut line = |head: &str, text: &str| lines.push(format!("{head:<14} {text}"));
+        match (self.built, &self.library) {
+            (false, _) => line("verbs", "not in this build: build it with --features verbs"),
+            (true, Ok(names)) => line("libibverbs", &format!("is there, opens: {}", list(names))),
+            (true, Err(why)) => line("libibverbs", why),
+        }
+        line("kernel", &format!("modules: {}", list(&self.modules)));
+        if !self.modules.contains(&"ib_uverbs") {
+            line(
+                "",
+                "without ib_uverbs nothing is opened: `modprobe ib_uverbs`, and the driver of the NIC",
             );
-        }),
-        Err(error) => println!("taken: none: {error}"),
+        }
+        line("", &format!("files: {}", list(&self.files)));
+        if self.files.is_empty() && !self.devices.is_empty() {
+            line(
+                "",
+                "in a container: pass /dev/infiniband in (`--device /dev/infiniband`)",
+            );
+        }
+        match self.locked_memory {
+            None => line("locked memory", "unlimited"),
+            Some(limit) => {
+                line(
+                    "locked memory",
+                    &format!("{} MiB, and every byte of KV is locked: raise it with", limit >> 20),
+                );
+                line(
+                    "",
+                    "`ulimit -l unlimited`, systemd LimitMEMLOCK=infinity, Docker --ulimit memlock=-1",
+                );
+            }
+        }
+        if self.devices.is_empty() {
+            line("devices", "none, as far as /sys/class/infiniband shows");
+        }
+        for device in &self.devices {
+            let pci = device.pci.as_deref().unwrap_or("software");
+            let numa = device.numa.map_or(String::new(), |node| format!(", NUMA node {node}"));
+            line("device", &format!("{} ({pci}{numa})", device.name));
+            device.ports.iter().for_each(|port| port.lines(&mut line));
+        }
+        match &self.not_chosen {
+            None => line("taken", &self.chosen.join(", ")),
+            Some(why) => line("taken", &format!("none: {why}")),
+        }
+        if self.devices.len() > 1 {
+            let order = "of the usable ports: hardware first, then that of the route, the closest, the fastest";
+            line("", order);
+        }
+        let LargePages {
+            shmem_enabled,
+            nr_hugepages,
+        } = &self.large_pages;
+        line(
+            "shared memory",
+            &format!("large pages: shmem_enabled {shmem_enabled}, vm.nr_hugepages {nr_hugepages}"),
+        );
+        line("movers", &self.movers.join(", "));
+        lines
     }
 }
 
-/// Says why nothing is looked for.
+impl Port {
+    fn lines(&self, line: &mut impl FnMut(&str, &str)) {
+        let Port {
+            number, link, state, ..
+        } = self;
+        let usable = match &self.usable {
+            Ok(address) => format!("usable, {address}"),
+            Err(why) => format!("not usable: {why}"),
+        };
+        line(
+            "",
+            &format!("port {number}: {link}, {state}, {} Gb/s: {usable}", self.gb_s),
+        );
+        self.addresses
+            .iter()
+            .for_each(|address| line("", &format!("  {address}")));
+        if let Some(mtu) = self.mtu.filter(|mtu| *mtu < MTU && link == "Ethernet") {
+            line("", &format!("  MTU {mtu}: with {MTU} or more packets carry 4096 bytes"));
+        }
+    }
+}
+
+/// The soft limit; `None` without one, and where the system does not say.
+fn locked_memory(limits: &str) -> Option<u64> {
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+fn list<T: AsRef<str>>(names: &[T]) -> String {
+    match names {
+        [] => "none".into(),
+        names => names.iter().map(AsRef::as_ref).collect::<Vec<_>>().join(", "),
+    }
+}
+
+/// What the verbs mover would make of the machine.
+struct Rdma {
+    library: Result<Vec<String>, String>,
+    devices: Vec<Device>,
+    chosen: Vec<String>,
+    not_chosen: Option<String>,
+}
+
 #[cfg(not(feature = "verbs"))]
-pub fn show() {
-    println!("this build has no verbs, so no RDMA device is looked for: build it with --features verbs");
+mod rdma {
+    //! Of a build without it: the names alone.
+
+    use super::{Device, Devices, Path, Rdma, fs};
+
+    pub fn look(_: &Devices, root: &Path) -> Rdma {
+        let names = fs::read_dir(root.join("sys/class/infiniband")).into_iter().flatten();
+        let device = |name: String| Device {
+            name,
+            pci: None,
+            numa: None,
+            ports: Vec::new(),
+        };
+        let why = "this build has no verbs: build it with --features verbs";
+        Rdma {
+            library: Err(why.into()),
+            devices: names
+                .flatten()
+                .map(|entry| device(entry.file_name().to_string_lossy().into_owned()))
+                .collect(),
+            chosen: Vec::new(),
+            not_chosen: Some(why.into()),
+        }
+    }
 }
 
 #[cfg(feature = "verbs")]
-fn list(names: &[String]) -> String {
-    if names.is_empty() {
-        "nothing".into()
-    } else {
-        names.join(", ")
+mod rdma {
+    //! What the mover itself would see.
+
+    use std::net::SocketAddr;
+
+    use kvc_rdma::verbs::{Choice, Gid, Nic, Survey, Tree, Wish, choose, source_towards, survey};
+
+    use super::{Device, Devices, Path, Port, Rdma, fs};
+
+    pub fn look(asked: &Devices, root: &Path) -> Rdma {
+        let towards = |ip| source_towards(SocketAddr::new(ip, 9)).ok();
+        let wish = Wish {
+            devices: asked.ib_device.clone(),
+            source: asked.to.and_then(towards),
+            ..Wish::default()
+        };
+        judge(&Tree::read(&root.join("sys")), &wish, survey(), |interface| {
+            let mtu = fs::read_to_string(root.join("sys/class/net").join(interface).join("mtu"));
+            mtu.ok()?.trim().parse().ok()
+        })
+    }
+
+    /// As the mover does at its start: the library first, then what the tree offers, then whether it opens.
+    pub fn judge(tree: &Tree, wish: &Wish, survey: Survey, mtu: impl Fn(&str) -> Option<u64>) -> Rdma {
+        let library = survey.verbs.map_err(|error| error.to_string());
+        let chosen = choose(tree, wish).map_err(|error| error.to_string());
+        let opens = |choice: &Choice| match &library {
+            Ok(names) if !names.contains(&choice.device) => Err(format!(
+                "libibverbs does not open {}: in a container pass /dev/infiniband in, else install its provider \
+                 (ibverbs-providers)",
+                choice.device
+            )),
+            _ => Ok(()),
+        };
+        let taken = library.clone().and(chosen).and_then(|choices| {
+            choices.iter().try_for_each(opens)?;
+            Ok(choices.iter().map(name).collect())
+        });
+        let device = |nic: &Nic| Device {
+            name: nic.name.clone(),
+            pci: nic.pci.last().cloned(),
+            numa: nic.numa,
+            ports: nic.ports.iter().map(|each| port(tree, wish, nic, each, &mtu)).collect(),
+        };
+        Rdma {
+            devices: tree.nics().iter().map(device).collect(),
+            library,
+            not_chosen: taken.clone().err(),
+            chosen: taken.unwrap_or_default(),
+        }
+    }
+
+    /// Of a port by itself.
+    fn port(
+        tree: &Tree,
+        wish: &Wish,
+        nic: &Nic,
+        port: &kvc_rdma::verbs::Port,
+        mtu: &impl Fn(&str) -> Option<u64>,
+    ) -> Port {
+        let alone = Wish {
+            devices: vec![format!("{}:{}", nic.name, port.number)],
+            ..wish.clone()
+        };
+        let choice = choose(tree, &alone).map(|choices| choices.into_iter().next());
+        let choice = choice.map_err(|error| error.to_string());
+        let choice = choice.and_then(|choice| choice.ok_or(String::new()));
+        let taken = choice.as_ref().ok().map(|choice| choice.gid_index);
+        let gid = port.gids.iter().find(|gid| Some(gid.index) == taken);
+        Port {
+            number: port.number,
+            link: port.link.to_string(),
+            state: port.state.clone(),
+            gb_s: port.rate,
+            mtu: gid.and_then(|gid| mtu(gid.interface.as_deref()?)),
+            usable: choice.map(|choice| format!("gid {}", choice.gid_index)),
+            addresses: port.gids.iter().map(address).collect(),
+        }
+    }
+
+    fn address(gid: &Gid) -> String {
+        let on = gid
+            .interface
+            .as_deref()
+            .map_or(String::new(), |name| format!(" on {name}"));
+        let at = gid.ipv4().map_or(gid.address.to_string(), |ip| ip.to_string());
+        format!("gid {}: {at}, {:?}{on}", gid.index, gid.kind)
+    }
+
+    fn name(choice: &Choice) -> String {
+        format!("{}:{}, gid {}", choice.device, choice.port, choice.gid_index)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_of_locked_memory_is_the_soft_one() {
+        let limits =
+            |value: &str| format!("Max processes  1 2 processes\nMax locked memory  {value}  unlimited  bytes\n");
+        assert_eq!(locked_memory(&limits("8388608")), Some(8 << 20));
+        assert_eq!(locked_memory(&limits("unlimited")), None);
+        assert_eq!(locked_memory(""), None);
+    }
+
+    /// A machine that has nothing is told so, and what it goes with.
+    #[test]
+    fn an_empty_machine_has_shm_and_tcp() {
+        let asked = Devices {
+            ib_device: Vec::new(),
+            to: None,
+            json: false,
+        };
+        let found = Found::look(&asked, Path::new("/nowhere"));
+        assert_eq!(found.movers, ["shm", "tcp"]);
+        assert!(found.not_chosen.is_some() && found.devices.is_empty());
+        let text = found.lines().join("\n");
+        assert!(
+            text.contains("modprobe ib_uverbs") && text.contains("taken          none: "),
+            "{text}"
+        );
+        assert!(serde_json::to_string(&found).is_ok());
+    }
+
+    #[cfg(feature = "verbs")]
+    mod with_verbs {
+        use kvc_rdma::verbs::{Survey, Tree, VerbsError, Wish};
+
+        use super::super::{Found, LargePages, rdma};
+
+        const TREE: &str = "\
+class/infiniband/mlx5_0 -> ../../devices/pci0000:16/0000:16:01.0/0000:17:00.0/infiniband/mlx5_0
+class/infiniband/mlx5_0/device/numa_node: 0
+class/infiniband/mlx5_0/ports/1/state: 4: ACTIVE
+class/infiniband/mlx5_0/ports/1/link_layer: Ethernet
+class/infiniband/mlx5_0/ports/1/rate: 200 Gb/sec (4X HDR)
+class/infiniband/mlx5_0/ports/1/lid: 0x0
+class/infiniband/mlx5_0/ports/1/gids/3: 0000:0000:0000:0000:0000:ffff:0a00:0001
+class/infiniband/mlx5_0/ports/1/gid_attrs/types/3: RoCE v2
+class/infiniband/mlx5_0/ports/1/gid_attrs/ndevs/3: eth2
+class/infiniband/mlx5_1 -> ../../devices/pci0000:16/0000:16:02.0/0000:18:00.0/infiniband/mlx5_1
+class/infiniband/mlx5_1/ports/1/state: 1: DOWN
+class/infiniband/mlx5_1/ports/1/link_layer: Ethernet
+class/infiniband/mlx5_1/ports/1/rate: 200 Gb/sec (4X HDR)
+";
+
+        fn text(verbs: Result<Vec<String>, VerbsError>, wish: &Wish) -> String {
+            let tree = Tree::parse(TREE);
+            let survey = Survey {
+                nics: tree.nics(),
+                verbs,
+            };
+            let rdma = rdma::judge(&tree, wish, survey, |interface| (interface == "eth2").then_some(1500));
+            let found = Found {
+                built: true,
+                library: rdma.library,
+                modules: vec!["ib_uverbs", "mlx5_ib"],
+                files: Vec::new(),
+                locked_memory: Some(8 << 20),
+                devices: rdma.devices,
+                chosen: rdma.chosen,
+                not_chosen: rdma.not_chosen,
+                large_pages: LargePages {
+                    shmem_enabled: "never".into(),
+                    nr_hugepages: 0,
+                },
+                movers: Vec::new(),
+            };
+            found.lines().join("\n")
+        }
+
+        #[test]
+        fn what_is_taken_and_why_the_others_are_not() {
+            let both = || Ok(vec!["mlx5_0".into(), "mlx5_1".into()]);
+            let found = text(both(), &Wish::default());
+            for line in [
+                "taken          mlx5_0:1, gid 3",
+                "device         mlx5_0 (0000:17:00.0, NUMA node 0)",
+                "port 1: Ethernet, ACTIVE, 200 Gb/s: usable, gid 3",
+                "gid 3: 10.0.0.1, RoceV2 on eth2",
+                "MTU 1500: with 4200 or more",
+                "port 1: Ethernet, DOWN, 200 Gb/s: not usable: port 1 of mlx5_1 is DOWN: bring its link up",
+                "locked memory  8 MiB",
+                "pass /dev/infiniband in",
+            ] {
+                assert!(found.contains(line), "{line}\n{found}");
+            }
+            let named = Wish {
+                devices: vec!["mlx5_1".into()],
+                ..Wish::default()
+            };
+            assert!(text(both(), &named).contains("taken          none: port 1 of mlx5_1 is DOWN"));
+        }
+
+        /// The bottom of what is missing is what is told.
+        #[test]
+        fn a_missing_library_or_an_unopened_device_is_why_nothing_is_taken() {
+            let found = text(Err(VerbsError::NoLibrary), &Wish::default());
+            assert!(
+                found.contains("taken          none: libibverbs.so.1 cannot be loaded"),
+                "{found}"
+            );
+            assert!(found.contains("usable, gid 3"), "{found}");
+            let found = text(Ok(Vec::new()), &Wish::default());
+            assert!(
+                found.contains("taken          none: libibverbs does not open mlx5_0"),
+                "{found}"
+            );
+        }
     }
 }

@@ -1,22 +1,27 @@
 //! Both ends of a measurement, ready: this process, and the `serve`s it reads from. `run`, `compare` and `bench` use it.
 
 use std::{
-    io::{BufRead, BufReader},
-    process::{Child, Command, Stdio},
+    io::{BufRead, BufReader, Write},
+    net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket},
+    process::{Command, Stdio},
     thread,
+    time::Duration,
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use kvc_rdma::{LeaseToken, RegionKey};
+use kvc_rdma::RegionKey;
 
 use crate::{
     case::{Case, Pool},
     control::{Peer, Reply, Request},
-    iperf,
+    cpu, iperf,
     measure::{Load, Measured, Target, is_gathered},
+    perftest::{self, Job, Tool},
+    process::Process,
     report::Row,
+    serve::random_key,
     side::{Kind, Memory, Offer, Setup, Side},
-    what::What,
+    what::{Op, What},
 };
 
 /// Both ends, ready.
@@ -33,6 +38,8 @@ pub struct Ends {
     pub load: Load,
     /// How often.
     pub rounds: usize,
+    /// Which way the bytes go.
+    pub op: Op,
     bidirectional: bool,
     /// The kind of memory that peers started here have.
     pub memory: Memory,
@@ -55,92 +62,88 @@ pub struct Link {
 impl Ends {
     /// Starts what is to be started and connects.
     pub fn start(what: What) -> Result<Self> {
-        ensure!(
-            what.seconds.is_finite() && what.seconds > 0.0 && what.seconds <= 3600.0,
-            "--seconds is {}: give more than 0 and at most 3600",
-            what.seconds
-        );
         let (pool, streams) = (what.pool << 20, what.streams as usize);
-        let cases = what.cases()?;
+        let cases = what.cases();
+        let read_from = what.bidirectional || what.op == Op::Write;
         ensure!(
-            !(what.bidirectional && cases.iter().any(is_gathered)),
-            "--bidirectional measures contiguous and scattered reads: take gathered out of --access"
+            !(read_from && cases.iter().any(is_gathered)),
+            "--bidirectional and --op write measure contiguous and scattered reads: take gathered out of --access"
         );
         ensure!(
             what.spawn.is_some() || !what.peers.is_empty(),
             "read from whom? Give the line that `kvc-perf serve` printed, or --spawn 1 for this machine alone"
         );
-        let mut key = what.key;
-        if what.spawn.is_some() {
-            key = LeaseToken::random()?.as_bytes()[..8]
-                .iter()
-                .map(|byte| format!("{byte:02x}"))
-                .collect();
+        ensure!(
+            what.spawn.is_some() || !what.key.is_empty(),
+            "--key is missing: give it as `kvc-perf serve` printed it"
+        );
+        let load = Load {
+            seconds: what.seconds,
+            depth: what.depth as usize,
+            streams,
+            checksum: what.checksum,
+        };
+        let share = (pool / what.spawn.unwrap_or(what.peers.len() as u64)) >> 20 << 20;
+        for case in &cases {
+            case.check(share, "each peer's share of the")?;
+            load.check(case)?;
         }
-        ensure!(what.spawn != Some(0), "--spawn is 0: give at least 1");
+        let key = match what.spawn {
+            Some(_) => random_key()?,
+            None => what.key.clone(),
+        };
         let servers = (0..what.spawn.unwrap_or(0))
-            .map(|_| {
-                Server::start(
-                    what.pool,
-                    what.peer_memory,
-                    streams,
-                    &what.movers,
-                    &what.ib_device,
-                    &key,
-                )
-            })
+            .map(|_| Server::start(&what, &key))
             .collect::<Result<Vec<_>>>()?;
         let peers: Vec<String> = match servers.is_empty() {
             true => what.peers,
             false => servers.iter().map(|server| server.at.clone()).collect(),
         };
+        // Before memory is made ready, which takes a while: whether they are there and can hold what is read.
+        let offers = peers.iter().map(|at| {
+            let offer = Peer::connect(at, &key, None)?.offer;
+            cases.iter().try_for_each(|case| case.check(offer.pool, "the peer's"))?;
+            Ok(offer)
+        });
+        let offers = offers.collect::<Result<Vec<_>>>()?;
+        let route = || peers.first().and_then(|at| source_towards(at));
         let setup = Setup {
             quiet: false,
             devices: what.ib_device,
-            ip: what.bind,
+            ip: what.bind.or_else(route).unwrap_or(Ipv4Addr::LOCALHOST.into()),
             advertise: None,
             streams,
             chunk: what.chunk,
             window: what.window,
+            pairs: what.pairs,
         };
         // Read from as well, so in memory that can be.
         let memory = match what.memory {
-            Memory::Heap if what.bidirectional => Memory::Memfd,
+            Memory::Heap if read_from => Memory::Memfd,
             memory => memory,
         };
         let side = Side::start(&what.movers, memory, pool, &setup)?;
-        let share = (pool / peers.len() as u64) >> 20 << 20;
-        let link = |(at, peer): (usize, &String)| {
-            let offer = Peer::connect(peer, &key, None)?.offer;
-            let landing = Pool {
-                region: RegionKey(0),
-                base: share * at as u64,
-                len: share,
-            };
-            let fits = |case: &Case| {
-                case.check(offer.pool, "the peer's")?;
-                case.check(share, "each peer's share of the")
-            };
-            cases.iter().try_for_each(fits)?;
-            Ok(Link {
-                at: peer.clone(),
+        let links = peers
+            .into_iter()
+            .zip(offers)
+            .enumerate()
+            .map(|(number, (at, offer))| Link {
+                at,
                 offer,
-                landing,
-            })
-        };
-        let links = peers.iter().enumerate().map(link).collect::<Result<Vec<_>>>()?;
+                landing: Pool {
+                    region: RegionKey(0),
+                    base: share * number as u64,
+                    len: share,
+                },
+            });
         Ok(Ends {
             side,
-            links,
+            links: links.collect(),
             _servers: servers,
             cases,
-            load: Load {
-                seconds: what.seconds,
-                depth: what.depth as usize,
-                streams,
-                checksum: what.checksum,
-            },
+            load,
             rounds: what.rounds as usize,
+            op: what.op,
             bidirectional: what.bidirectional,
             memory: what.peer_memory,
             key,
@@ -149,25 +152,26 @@ impl Ends {
     }
 
     /// Movers that reach every peer.
-    pub fn shared(&self) -> Result<Vec<Kind>> {
+    pub fn shared(&self) -> Vec<Kind> {
         let mut kinds = Kind::ALL.to_vec();
         for link in &self.links {
             let with = self.side.shared(&link.offer);
             kinds.retain(|kind| with.contains(kind));
         }
-        Ok(kinds)
+        kinds
     }
 
     /// One round of all peers together.
     pub fn measure(&self, kind: Kind, case: &Case) -> Result<Row> {
+        let (reads, pulls) = match self.op {
+            Op::Read => (true, self.bidirectional),
+            Op::Write => (false, true),
+        };
         let results: Vec<Result<Measured>> = thread::scope(|scope| {
-            let pulls = self.links.iter().filter(|_| self.bidirectional);
+            let pulls = self.links.iter().filter(|_| pulls);
             let pulls: Vec<_> = pulls.map(|link| scope.spawn(|| self.pull(kind, case, link))).collect();
-            let reads: Vec<_> = self
-                .links
-                .iter()
-                .map(|link| scope.spawn(|| self.read(kind, case, link)))
-                .collect();
+            let reads = self.links.iter().filter(|_| reads);
+            let reads: Vec<_> = reads.map(|link| scope.spawn(|| self.read(kind, case, link))).collect();
             let all = reads.into_iter().chain(pulls);
             all.map(|thread| {
                 thread
@@ -181,8 +185,11 @@ impl Ends {
             all.join(measured?);
         }
         let row = Row::new(kind.name(), case, &self.load, self.links.len(), all);
+        let rail = self.side.rail.as_ref().filter(|_| kind == Kind::Verbs);
         Ok(Row {
+            op: self.op,
             bidirectional: self.bidirectional,
+            device: rail.map(|rail| format!("{}:{}", rail.device, rail.port)),
             ..row
         })
     }
@@ -214,71 +221,112 @@ impl Ends {
     /// The peer reads from here.
     fn pull(&self, kind: Kind, case: &Case, link: &Link) -> Result<Measured> {
         let mut peer = Peer::connect(&link.at, &self.key, Some(self.side.offer()))?;
+        let before = cpu::seconds();
         match peer.ask(&Request::Pull(kind, *case, self.load))? {
-            // Its processor time is counted where it is read from.
-            Reply::Pulled(measured) => Ok(Measured { cpu: 0.0, ..measured }),
+            // With reads at the same time, each end's time is counted by them.
+            Reply::Pulled(measured) => Ok(Measured {
+                cpu: if self.bidirectional {
+                    0.0
+                } else {
+                    cpu::seconds() - before
+                },
+                peer_cpu: if self.bidirectional { 0.0 } else { measured.cpu },
+                ..measured
+            }),
             other => bail!("unexpected answer {other:?}"),
         }
     }
 
-    /// iperf3's rate to the first peer; `None` where there is none.
-    pub fn iperf3(&self, case: &Case) -> Option<Row> {
-        let link = self.links.first()?;
-        let mut peer = Peer::connect(&link.at, &self.key, None).ok()?;
+    /// perftest's rate to the first peer, on the devices that verbs took; about as long as a measurement at `rate` bytes per
+    /// second.
+    pub fn perftest(&self, tool: Tool, case: &Case, rate: f64) -> Result<Row> {
+        let link = self.links.first().context("no peer")?;
+        let rail = self.side.rail.as_ref().context("no RDMA device is in use here")?;
+        let job = Job::lasting(tool, case.run(), rail.pairs.into(), self.load.seconds, rate);
+        let mut peer = Peer::connect(&link.at, &self.key, None)?;
         let mut at = peer.address();
-        match peer.ask(&Request::Iperf).ok()? {
-            Reply::Iperf(port) => at.set_port(port),
-            _ => return None,
+        match peer.ask(&Request::Perftest(job))? {
+            Reply::Port(port) => at.set_port(port),
+            other => bail!("unexpected answer {other:?}"),
         }
-        let rate = iperf::rate(at, self.load.streams, self.load.seconds).ok()?;
-        Some(Row::of_tool("iperf3", case, self.load.streams, rate))
+        let limit = Duration::from_secs_f64(self.load.seconds * 20.0 + 30.0);
+        let measured = perftest::measure(&job, rail, at, limit)?;
+        Ok(Row::of_perftest(tool.name(), case, &job, measured))
+    }
+
+    /// iperf3's rate to the first peer.
+    pub fn iperf3(&self, case: &Case) -> Result<Row> {
+        let link = self.links.first().context("no peer")?;
+        let mut peer = Peer::connect(&link.at, &self.key, None)?;
+        let mut at = peer.address();
+        match peer.ask(&Request::Iperf)? {
+            Reply::Port(port) => at.set_port(port),
+            other => bail!("unexpected answer {other:?}"),
+        }
+        let rate = iperf::rate(at, self.load.streams, self.load.seconds)?;
+        Ok(Row::of_iperf3(case, self.load.streams, rate))
+    }
+
+    /// Whether every peer still answers; the first that does not says why.
+    pub fn check_peers(&self) -> Result<()> {
+        let answers = |link: &Link| Peer::connect(&link.at, &self.key, None).map(drop);
+        self.links.iter().try_for_each(answers)
     }
 }
 
-/// A `serve` process of this machine.
+/// The address that packets to a peer leave with; nothing is sent.
+fn source_towards(peer: &str) -> Option<IpAddr> {
+    let peer = peer.to_socket_addrs().ok()?.next()?;
+    let any: SocketAddr = match peer {
+        SocketAddr::V4(_) => ([0; 4], 0).into(),
+        SocketAddr::V6(_) => ([0; 16], 0).into(),
+    };
+    let socket = UdpSocket::bind(any).ok()?;
+    socket.connect(peer).ok()?;
+    Some(socket.local_addr().ok()?.ip())
+}
+
+/// A `serve` process of this machine; it ends with this.
 pub struct Server {
-    child: Child,
+    _process: Process,
     /// Where it listens.
     pub at: String,
 }
 
 impl Server {
-    /// With a pool of so many MiB.
-    fn start(
-        pool: u64,
-        memory: Memory,
-        streams: usize,
-        movers: &[Kind],
-        devices: &[String],
-        key: &str,
-    ) -> Result<Self> {
-        let movers: Vec<&str> = movers.iter().map(|kind| kind.name()).collect();
-        let lists = [("--movers", movers.join(",")), ("--ib-device", devices.join(","))];
+    /// As `what` has it.
+    fn start(what: &What, key: &str) -> Result<Self> {
+        let movers: Vec<&str> = what.movers.iter().map(|kind| kind.name()).collect();
+        let pairs = what.pairs.map(|pairs| pairs.to_string());
+        let lists = [
+            ("--movers", movers.join(",")),
+            ("--ib-device", what.ib_device.join(",")),
+            ("--pairs", pairs.unwrap_or_default()),
+        ];
         let given = lists.iter().filter(|(_, list)| !list.is_empty());
-        let memory = clap::ValueEnum::to_possible_value(&memory).context("a memory without a name")?;
-        let mut child = Command::new(std::env::current_exe()?)
-            .args(["serve", "--bind", "127.0.0.1:0", "--with-parent", "--key", key])
-            .args(["--pool", &pool.to_string(), "--streams", &streams.to_string()])
+        let memory = clap::ValueEnum::to_possible_value(&what.peer_memory).context("a memory without a name")?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command
+            .args(["serve", "--bind", "127.0.0.1:0", "--with-parent"])
+            .args(["--pool", &what.pool.to_string(), "--streams", &what.streams.to_string()])
             .args(["--memory", memory.get_name()])
             .args(given.flat_map(|(option, list)| [*option, list.as_str()]))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("start `serve`")?;
+            .stdin(Stdio::piped());
+        let process = Process::start(&mut command).context("start `serve`")?;
+        let (input, output) = {
+            let mut child = process.child();
+            (child.stdin.take(), child.stdout.take())
+        };
+        let mut input = input.context("input of `serve`")?;
+        writeln!(input, "{key}").context("`serve` did not start, it says why above")?;
+        // It ends when this is closed.
+        process.child().stdin = Some(input);
         let mut line = String::new();
-        let output = child.stdout.take().context("output of `serve`")?;
-        BufReader::new(output).read_line(&mut line)?;
+        BufReader::new(output.context("output of `serve`")?).read_line(&mut line)?;
         let at = line
             .strip_prefix("kvc-perf run ")
             .and_then(|rest| rest.split(' ').next());
         let at = at.context("`serve` did not start, it says why above")?.into();
-        Ok(Server { child, at })
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.child.kill().ok();
-        self.child.wait().ok();
+        Ok(Server { _process: process, at })
     }
 }

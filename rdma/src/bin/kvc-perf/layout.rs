@@ -2,7 +2,11 @@
 
 use std::{fmt, str::FromStr};
 
+use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
+
+/// The largest number of a layout.
+const MOST: u64 = 65_536;
 
 /// Two buffers per layer (all K, then all V), each with a row per token slot; pages of slots are scattered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,6 +38,26 @@ impl Layout {
     pub fn token(&self) -> u64 {
         self.row() * self.buffers()
     }
+
+    /// Refuses what cannot be, for one that comes from the other end: with these bounds nothing above overflows.
+    pub fn check(&self) -> Result<()> {
+        let Layout {
+            layers,
+            heads,
+            dim,
+            element,
+            page,
+        } = *self;
+        let fields = [("layers", layers), ("heads", heads), ("dim", dim), ("page", page)];
+        for (name, number) in fields {
+            ensure!((1..=MOST).contains(&number), "{name} is {number}: give 1 to {MOST}");
+        }
+        ensure!(
+            (1..=8).contains(&element),
+            "an element has {element} bytes: give 1 to 8"
+        );
+        Ok(())
+    }
 }
 
 impl FromStr for Layout {
@@ -60,8 +84,8 @@ impl FromStr for Layout {
                 "page" => &mut page,
                 _ => return Err(format!("{name:?} is not known: {FORM}")),
             };
-            let number = value.parse().ok().filter(|number| (1..=65_536).contains(number));
-            *place = Some(number.ok_or(format!("{name} is {value:?}, expected 1 to 65536"))?);
+            let number = value.parse().ok().filter(|number| (1..=MOST).contains(number));
+            *place = Some(number.ok_or(format!("{name} is {value:?}: give 1 to {MOST}"))?);
         }
         let need = |name, field: Option<u64>| field.ok_or(format!("{name} is missing: {FORM}"));
         Ok(Layout {
@@ -112,7 +136,7 @@ mod tests {
         let refused = |text: &str| text.parse::<Layout>().unwrap_err();
         assert!(refused("vllm:layers=1").starts_with("only sglang is known"));
         assert!(refused("sglang:layers=1,heads=1,dim=1").starts_with("dtype is missing: write it as"));
-        assert!(refused("sglang:layers=0").starts_with("layers is \"0\", expected 1"));
+        assert!(refused("sglang:layers=0").starts_with("layers is \"0\": give 1 to 65536"));
         assert!(refused("sglang:blocks=1").starts_with("\"blocks\" is not known"));
         assert!(refused("sglang:layers=1,dtype=int4").contains("expected fp32, bf16"));
     }

@@ -5,13 +5,18 @@
 
 mod bench;
 mod case;
+mod compare;
 mod control;
 mod cpu;
 mod devices;
 mod ends;
+mod interrupt;
 mod iperf;
 mod layout;
 mod measure;
+mod perftest;
+mod process;
+mod progress;
 mod report;
 mod run;
 mod serve;
@@ -22,11 +27,20 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, error::ErrorKind};
 
+const EXAMPLES: &str = "\
+A new node:
+  kvc-perf devices                            what is there, what would be taken, what is missing
+  kvc-perf serve --bind 10.0.0.1:4790         on the other machine; it prints a line for this one
+  kvc-perf compare 10.0.0.1:4790 --key KEY    every mover beside what the network and the memory give
+  kvc-perf run 10.0.0.1:4790 --key KEY        one mover in detail: sizes, layouts, depth, both ways, many peers
+One machine alone: kvc-perf compare --spawn 1
+
+Exit status: 0; 1 for what failed while it ran; 2 for options; 128 and the signal's number when interrupted.
+docs/rdma.md says how to read the figures.";
+
 /// Measures how KV moves between two workers: GB/s, runs/s, latencies and processor time, by every mover of kvc.
-///
-/// On one machine: `kvc-perf serve`, and on the other the line that it prints. On one machine alone: `kvc-perf compare --spawn 1`.
 #[derive(Parser)]
-#[command(name = "kvc-perf", version)]
+#[command(name = "kvc-perf", version, after_help = EXAMPLES)]
 struct Cli {
     #[command(subcommand)]
     verb: Verb,
@@ -36,9 +50,8 @@ struct Cli {
 enum Verb {
     Serve(serve::Serve),
     Run(run::Run),
-    Compare(run::Compare),
-    /// What the RDMA selection finds on this machine.
-    Devices,
+    Compare(compare::Compare),
+    Devices(devices::Devices),
     Bench(bench::Run),
 }
 
@@ -51,16 +64,13 @@ fn main() -> ExitCode {
         Verb::Serve(serve) => serve.run(),
         Verb::Run(run) => run.run(),
         Verb::Compare(compare) => compare.run(),
-        Verb::Devices => {
-            devices::show();
-            Ok(())
-        }
+        Verb::Devices(devices) => devices.run(),
         Verb::Bench(bench) => bench.run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("kvc-perf: {error:#}");
+            report::complain(&format!("{error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -83,6 +93,6 @@ fn refuse(error: &clap::Error) -> ExitCode {
         .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));
     let words: Vec<&str> = lines.flat_map(str::split_whitespace).collect();
     let line = words.join(" ");
-    eprintln!("kvc-perf: {} (see --help)", line.trim_start_matches("error: "));
+    report::complain(&format!("{} (see --help)", line.trim_start_matches("error: ")));
     ExitCode::from(2)
 }

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use kvc_rdma::{Copy, HostRegion, LeaseToken, Mover, MoverError, ReadOptions, ReadStats, RegionKey, Run};
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +16,9 @@ use crate::{
     cpu,
     side::{Kind, Offer, Side, Staging},
 };
+
+/// Latencies that one measurement keeps at most.
+const LATENCIES: usize = 1 << 18;
 
 /// How a measurement is made.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -30,6 +33,23 @@ pub struct Load {
     pub checksum: bool,
 }
 
+impl Load {
+    /// Refuses what cannot be run; it may come from the other end.
+    pub fn check(&self, case: &Case) -> Result<()> {
+        ensure!(
+            self.seconds > 0.0 && self.seconds <= 3600.0,
+            "--seconds is {}: give more than 0 and at most 3600",
+            self.seconds
+        );
+        ensure!(
+            (1..=64).contains(&self.streams),
+            "--streams is {}: give 1 to 64",
+            self.streams
+        );
+        case.check_depth(self.depth as u64)
+    }
+}
+
 /// What came out.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Measured {
@@ -41,8 +61,10 @@ pub struct Measured {
     pub reads: u64,
     /// Runs.
     pub messages: u64,
-    /// Microseconds of each read.
+    /// Microseconds of reads: each, or every second, fourth, … when there are many.
     pub latencies: Vec<f32>,
+    /// Of how many reads one latency is kept.
+    pub every: u64,
     /// Processor seconds of the reading process.
     pub cpu: f64,
     /// Of the process that is read from.
@@ -65,6 +87,7 @@ pub struct Target<'a> {
 impl Side {
     /// Reads for the load's time, `depth` reads at once, after the whole pool to warm up.
     pub fn measure(&self, target: &Target<'_>, case: &Case, load: &Load, peer: PeerCpu<'_>) -> Result<Measured> {
+        load.check(case)?;
         let mover = self.mover(target.kind).context("no such mover")?;
         let reader = Reader::new(mover, target, load)?;
         let from = Pool {
@@ -110,6 +133,7 @@ impl Side {
     where
         G: FnMut(u64) -> Result<()> + Send,
     {
+        load.check(case)?;
         let mover = self.mover(target.kind).context("no such mover")?;
         let staged = gathers.iter().map(|_| self.stage(case.bytes()));
         let staged = staged.collect::<Result<Vec<_>>>()?;
@@ -167,15 +191,26 @@ impl Side {
 impl Measured {
     fn add(&mut self, stats: ReadStats) {
         self.bytes += stats.bytes;
+        if self.reads.is_multiple_of(self.every.max(1)) {
+            self.latencies.push(stats.elapsed.as_secs_f32() * 1e6);
+        }
         self.reads += 1;
-        self.latencies.push(stats.elapsed.as_secs_f32() * 1e6);
+        if self.latencies.len() >= LATENCIES {
+            let mut at = 0;
+            self.latencies.retain(|_| {
+                at += 1;
+                at % 2 == 1
+            });
+            self.every = self.every.max(1) * 2;
+        }
     }
 
     /// Adds what was measured at the same time.
     pub fn join(&mut self, other: Measured) {
-        self.bytes += other.bytes;
-        self.reads += other.reads;
-        self.messages += other.messages;
+        // The other end's numbers may be any.
+        self.bytes = self.bytes.saturating_add(other.bytes);
+        self.reads = self.reads.saturating_add(other.reads);
+        self.messages = self.messages.saturating_add(other.messages);
         self.seconds = self.seconds.max(other.seconds);
         // Each has the time of all threads of this process.
         self.cpu = self.cpu.max(other.cpu);
@@ -331,4 +366,47 @@ pub fn parse_token(hex: &str) -> Result<LeaseToken> {
 /// Whether a case wants its runs gathered.
 pub fn is_gathered(case: &Case) -> bool {
     case.access == Access::Gathered
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_many_reads_latencies_are_kept_evenly() {
+        let mut measured = Measured::default();
+        let reads = 3 * LATENCIES as u64;
+        for number in 0..reads {
+            measured.add(ReadStats {
+                bytes: 1,
+                elapsed: Duration::from_micros(number),
+                ..ReadStats::default()
+            });
+        }
+        assert_eq!((measured.reads, measured.bytes, measured.every), (reads, reads, 4));
+        assert!(measured.latencies.len() < LATENCIES);
+        let kept = measured.latencies.iter().map(|us| us.round() as u64);
+        assert!(kept.enumerate().all(|(at, us)| us.abs_diff(at as u64 * 4) <= 1));
+    }
+
+    /// A load that came over the wire is neither slept on nor multiplied unseen.
+    #[test]
+    fn a_load_that_cannot_be_run_is_refused() {
+        let case = Case {
+            shape: crate::case::Shape::Runs { len: 4096, count: 4 },
+            access: Access::Scattered,
+        };
+        let load = Load {
+            seconds: 1.0,
+            depth: 4,
+            streams: 2,
+            checksum: false,
+        };
+        assert!(load.check(&case).is_ok());
+        for seconds in [0.0, -1.0, f64::NAN, f64::INFINITY, 4000.0] {
+            assert!(Load { seconds, ..load }.check(&case).is_err(), "{seconds}");
+        }
+        assert!(Load { depth: 0, ..load }.check(&case).is_err());
+        assert!(Load { streams: 65, ..load }.check(&case).is_err());
+    }
 }

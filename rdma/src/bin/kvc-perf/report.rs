@@ -1,18 +1,20 @@
-//! What is shown: one row per measurement, as a table or as JSON, and a line of progress meanwhile.
+//! What is shown: one row per measurement, as a table or as JSON; and how lines come out at all.
 
-use std::io::{IsTerminal, Write};
+use std::io::{Write, stderr, stdout};
 
 use serde::Serialize;
 
 use crate::{
-    case::{Access, Case},
+    case::{Access, Case, size},
     measure::{Load, Measured},
+    perftest::Job,
+    what::Op,
 };
 
 /// The median round of one measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// `shm`, `tcp`; `memcpy` and `iperf3` beside them.
+    /// `verbs`, `shm`, `tcp`; `ib_read_bw`, `ib_write_bw`, `memcpy` and `iperf3` beside them.
     pub by: String,
     /// One read.
     pub case: String,
@@ -28,10 +30,14 @@ pub struct Row {
     pub streams: usize,
     /// Peers read from at the same time.
     pub peers: usize,
-    /// Whether the peers read as well.
+    /// Which way the bytes went.
+    pub op: Op,
+    /// Whether they went the other way as well.
     pub bidirectional: bool,
     /// Whether each chunk had a checksum.
     pub checksum: bool,
+    /// The RDMA device here and its port.
+    pub device: Option<String>,
     /// 10⁹ payload bytes per second, both directions together.
     pub gb_s: f64,
     /// Runs per second.
@@ -40,9 +46,9 @@ pub struct Row {
     pub p50_us: Option<f64>,
     /// Microseconds of a read.
     pub p99_us: Option<f64>,
-    /// Processor seconds of the reading process per 10⁹ bytes.
+    /// Processor seconds of this process per 10⁹ bytes.
     pub cpu_s_per_gb: Option<f64>,
-    /// Of the processes read from.
+    /// Of the peers.
     pub peer_cpu_s_per_gb: Option<f64>,
     /// To what it was measured against in the same rounds, median of the rounds' ratios.
     pub ratio: Option<f64>,
@@ -82,8 +88,10 @@ impl Row {
             depth: load.depth,
             streams: load.streams,
             peers,
+            op: Op::Read,
             bidirectional: false,
             checksum: load.checksum,
+            device: None,
             gb_s: if seconds > 0.0 { giga / seconds } else { 0.0 },
             messages_s: (seconds > 0.0).then(|| messages as f64 / seconds),
             p50_us: at(0.5),
@@ -96,20 +104,40 @@ impl Row {
         }
     }
 
-    /// Of a tool that says its rate alone.
-    pub fn of_tool(by: &str, case: &Case, streams: usize, gb_s: f64) -> Self {
+    /// Of iperf3, which says its rate alone.
+    pub fn of_iperf3(case: &Case, streams: usize, gb_s: f64) -> Self {
         let load = Load {
             seconds: 0.0,
             depth: 1,
             streams,
             checksum: false,
         };
-        let row = Row::new(by, case, &load, 1, Measured::default());
+        let row = Row::new("iperf3", case, &load, 1, Measured::default());
         Row {
             case: "a stream of bytes".into(),
             access: None,
             gb_s,
+            messages_s: None,
             cpu_s_per_gb: None,
+            peer_cpu_s_per_gb: None,
+            ..row
+        }
+    }
+
+    /// Of a tool of perftest: one buffer of `job.size` bytes over and over. Its other end says no processor time.
+    pub fn of_perftest(by: &str, case: &Case, job: &Job, measured: Measured) -> Self {
+        let load = Load {
+            seconds: 0.0,
+            depth: 16,
+            streams: job.pairs as usize,
+            checksum: false,
+        };
+        let row = Row::new(by, case, &load, 1, measured);
+        Row {
+            case: size(job.size),
+            access: None,
+            run: job.size,
+            read: job.size,
             peer_cpu_s_per_gb: None,
             ..row
         }
@@ -123,16 +151,43 @@ impl Row {
     }
 }
 
+/// Ours against what ran beside it: the median of the rounds' ratios of rates, and of processor time per byte where both
+/// sides' is known.
+pub fn ratios(ours: &[Row], theirs: &[Row]) -> (Option<f64>, Option<f64>) {
+    let pairs = || ours.iter().zip(theirs);
+    let mut rates: Vec<f64> = pairs().map(|(ours, theirs)| ours.gb_s / theirs.gb_s).collect();
+    let cpu = |(ours, theirs): (&Row, &Row)| {
+        let all = ours.cpu_s_per_gb? + ours.peer_cpu_s_per_gb?;
+        let other = theirs.cpu_s_per_gb? + theirs.peer_cpu_s_per_gb?;
+        Some(other / all).filter(|ratio| ratio.is_finite())
+    };
+    let mut cpus: Vec<f64> = pairs().filter_map(cpu).collect();
+    rates.retain(|ratio| ratio.is_finite());
+    (median(&mut rates), median(&mut cpus))
+}
+
 /// The middle number.
 pub fn median(numbers: &mut [f64]) -> Option<f64> {
     numbers.sort_by(f64::total_cmp);
     numbers.get(numbers.len() / 2).copied()
 }
 
+/// A line of the result. A reader that went away is nobody's fault.
+pub fn say(line: &str) {
+    let _ = writeln!(stdout(), "{line}");
+}
+
+/// A line beside the result. It may hold the other end's words, so nothing in it moves the cursor.
+pub fn complain(line: &str) {
+    let plain = |c: char| if c.is_control() { '\u{fffd}' } else { c };
+    let line: String = line.chars().map(plain).collect();
+    let _ = writeln!(stderr(), "kvc-perf: {line}");
+}
+
 /// Prints the rows.
 pub fn show(rows: &[Row], json: bool) -> anyhow::Result<()> {
     if json {
-        println!("{}", serde_json::to_string_pretty(rows)?);
+        say(&serde_json::to_string_pretty(rows)?);
         return Ok(());
     }
     let head = [
@@ -150,7 +205,6 @@ pub fn show(rows: &[Row], json: bool) -> anyhow::Result<()> {
         "peer CPU s/GB",
         "ratio",
         "CPU ratio",
-        "fence µs (median, worst)",
     ];
     let table = std::iter::once(head.map(String::from).to_vec()).chain(rows.iter().map(cells));
     print(&table.collect::<Vec<_>>());
@@ -168,10 +222,10 @@ pub fn print(table: &[Vec<String>]) {
     for (at, line) in table.iter().enumerate() {
         let cells = line.iter().zip(&widths);
         let cells: Vec<String> = cells.map(|(cell, width)| format!("{cell:<width$}")).collect();
-        println!("| {} |", cells.join(" | "));
+        say(&format!("| {} |", cells.join(" | ")));
         if at == 0 {
             let rules: Vec<String> = widths.iter().map(|width| "-".repeat(*width)).collect();
-            println!("|-{}-|", rules.join("-|-"));
+            say(&format!("|-{}-|", rules.join("-|-")));
         }
     }
 }
@@ -184,7 +238,11 @@ fn cells(row: &Row) -> Vec<String> {
         Some(Access::Scattered) => "scattered",
         Some(Access::Gathered) => "gathered",
     };
-    let both = if row.bidirectional { " both ways" } else { "" };
+    let both = match (row.bidirectional, row.op) {
+        (true, _) => " both ways",
+        (_, Op::Read) => "",
+        (_, Op::Write) => " write",
+    };
     let sum = if row.checksum { " + crc" } else { "" };
     vec![
         format!("{}{both}{sum}", row.by),
@@ -201,47 +259,7 @@ fn cells(row: &Row) -> Vec<String> {
         number(row.peer_cpu_s_per_gb, 3),
         number(row.ratio, 2),
         number(row.cpu_ratio, 2),
-        row.fence_us
-            .map_or("-".into(), |[median, worst]| format!("{median:.0}, {worst:.0}")),
     ]
-}
-
-/// Says on the error stream how far it is: one line that changes on a terminal, a line per step elsewhere.
-pub struct Progress {
-    steps: usize,
-    done: usize,
-    terminal: bool,
-}
-
-impl Progress {
-    /// Of so many steps.
-    pub fn new(steps: usize) -> Self {
-        Progress {
-            steps,
-            done: 0,
-            terminal: std::io::stderr().is_terminal(),
-        }
-    }
-
-    /// The next step begins.
-    pub fn step(&mut self, what: &str) {
-        self.done += 1;
-        let (done, steps) = (self.done, self.steps);
-        let mut out = std::io::stderr();
-        // Nobody to tell is no fault.
-        let _ = match self.terminal {
-            true => write!(out, "\r\x1b[K[{done}/{steps}] {what}").and_then(|()| out.flush()),
-            false => writeln!(out, "[{done}/{steps}] {what}"),
-        };
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        if self.terminal {
-            eprint!("\r\x1b[K");
-        }
-    }
 }
 
 #[cfg(test)]
@@ -249,12 +267,32 @@ mod tests {
     use super::*;
     use crate::case::Shape;
 
+    const CASE: Case = Case {
+        shape: Shape::Runs { len: 1 << 20, count: 4 },
+        access: Access::Scattered,
+    };
+
+    #[test]
+    fn a_ratio_is_that_of_the_same_round_and_of_the_whole_work() {
+        let row = |gb_s, cpu, peer: Option<f64>| Row {
+            gb_s,
+            cpu_s_per_gb: Some(cpu),
+            peer_cpu_s_per_gb: peer,
+            ..Row::of_iperf3(&CASE, 1, 0.0)
+        };
+        let ours = [1.0, 8.0, 3.0].map(|gb_s| row(gb_s, 0.1, Some(0.1)));
+        let theirs = [2.0, 8.0, 4.0].map(|gb_s| row(gb_s, 0.1, Some(0.0)));
+        assert_eq!(ratios(&ours, &theirs), (Some(0.75), Some(0.5)));
+        let silent = theirs.map(|row| Row {
+            peer_cpu_s_per_gb: None,
+            ..row
+        });
+        assert_eq!(ratios(&ours, &silent), (Some(0.75), None));
+        assert_eq!(ratios(&ours, &[]), (None, None));
+    }
+
     #[test]
     fn a_row_has_rates_and_percentiles_of_its_round() {
-        let case = Case {
-            shape: Shape::Runs { len: 1 << 20, count: 4 },
-            access: Access::Scattered,
-        };
         let load = Load {
             seconds: 2.0,
             depth: 1,
@@ -269,8 +307,9 @@ mod tests {
             latencies: (1..=100).rev().map(|us| us as f32).collect(),
             cpu: 1.0,
             peer_cpu: 0.5,
+            every: 1,
         };
-        let row = Row::new("tcp", &case, &load, 1, measured);
+        let row = Row::new("tcp", &CASE, &load, 1, measured);
         assert_eq!((row.gb_s, row.messages_s), (2.0, Some(200.0)));
         assert_eq!((row.p50_us, row.p99_us), (Some(51.0), Some(100.0)));
         assert_eq!((row.cpu_s_per_gb, row.peer_cpu_s_per_gb), (Some(0.25), Some(0.125)));

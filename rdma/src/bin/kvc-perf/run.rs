@@ -1,19 +1,30 @@
-//! `run` and `compare`: measure reads from one or more `serve`s.
+//! `run`: one mover between here and one or more `serve`s.
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
 use crate::{
+    case::Case,
     ends::Ends,
-    iperf,
-    measure::{Load, measure_memcpy},
-    report::{self, Progress, Row},
+    interrupt::{self, Role},
+    progress::Progress,
+    report::{self, Row},
     side::Kind,
     what::What,
 };
 
-/// Reads from one or more `kvc-perf serve`s and prints what came.
+const EXAMPLES: &str = "\
+Examples:
+  kvc-perf run 10.0.0.1:4790 --key KEY                           the line that `kvc-perf serve` printed
+  kvc-perf run 10.0.0.1:4790 --key KEY --mover verbs --sizes 4k,64k,1m --depth 16
+  kvc-perf run 10.0.0.1:4790 --key KEY --access contiguous,scattered,gathered \\
+    --layout sglang:layers=48,heads=4,dim=128,dtype=bf16,page=1
+  kvc-perf run 10.0.0.1:4790 10.0.0.2:4790 --key KEY --bidirectional --json
+  kvc-perf run --spawn 1 --mover shm                             this machine alone";
+
+/// Moves bytes between here and one or more `kvc-perf serve`s by one mover, and prints how fast.
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Run {
     /// How; the best that both ends have if not given
     #[arg(long)]
@@ -22,22 +33,16 @@ pub struct Run {
     what: What,
 }
 
-/// Every mover that both ends have, memcpy, and iperf3 where installed, in rounds that alternate.
-#[derive(Args)]
-pub struct Compare {
-    #[command(flatten)]
-    what: What,
-}
-
 impl Run {
     /// Measures and prints.
     pub fn run(self) -> Result<()> {
+        interrupt::watch(Role::Client)?;
         ensure!(
             self.mover.is_none_or(Kind::is_built),
             "this build has no verbs: build it with --features verbs"
         );
         let ends = Ends::start(self.what)?;
-        let shared = ends.shared()?;
+        let shared = ends.shared();
         let kind = match self.mover {
             Some(kind) if shared.contains(&kind) => kind,
             Some(kind) => bail!(
@@ -53,8 +58,8 @@ impl Run {
         let mut rows = Vec::new();
         for case in &ends.cases {
             let rounds = (0..ends.rounds).map(|_| {
-                progress.step(&format!("{} {} {:?}", kind.name(), case.name(), case.access));
-                ends.measure(kind, case)
+                progress.step(&step(kind.name(), case));
+                ends.measure(kind, case).context(kind.name())
             });
             let rounds = rounds.collect::<Result<Vec<_>>>()?;
             rows.extend(Row::median(rounds));
@@ -64,48 +69,9 @@ impl Run {
     }
 }
 
-impl Compare {
-    /// Measures and prints.
-    pub fn run(self) -> Result<()> {
-        let ends = Ends::start(self.what)?;
-        let shared = ends.shared()?;
-        ensure!(
-            !shared.is_empty(),
-            "no mover is shared: start `serve` with --movers tcp"
-        );
-        let (source, iperf3) = (
-            ends.memory.allocate(ends.side.pool.len() as u64)?,
-            iperf::is_installed(),
-        );
-        let per_case = shared.len() + 1 + usize::from(iperf3);
-        let mut progress = Progress::new(ends.cases.len() * ends.rounds * per_case);
-        let mut rows = Vec::new();
-        for case in &ends.cases {
-            let mut rounds: Vec<Vec<Row>> = vec![Vec::new(); per_case];
-            for _ in 0..ends.rounds {
-                progress.step(&format!("memcpy {} {:?}", case.name(), case.access));
-                let measured = measure_memcpy(case, &source, &ends.side.pool, ends.load.seconds);
-                let plain = Load {
-                    depth: 1,
-                    streams: 1,
-                    checksum: false,
-                    ..ends.load
-                };
-                rounds[0].push(Row::new("memcpy", case, &plain, 0, measured));
-                for (at, kind) in shared.iter().enumerate() {
-                    progress.step(&format!("{} {} {:?}", kind.name(), case.name(), case.access));
-                    rounds[1 + at].push(ends.measure(*kind, case)?);
-                }
-                if iperf3 {
-                    progress.step("iperf3");
-                    rounds[per_case - 1].extend(ends.iperf3(case));
-                }
-            }
-            rows.extend(rounds.into_iter().filter_map(Row::median));
-        }
-        drop(progress);
-        report::show(&rows, ends.json)
-    }
+/// For the progress line.
+pub fn step(by: &str, case: &Case) -> String {
+    format!("{by}, {}, {:?}", case.name(), case.access).to_lowercase()
 }
 
 fn names(kinds: &[Kind]) -> String {

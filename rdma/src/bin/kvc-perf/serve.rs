@@ -1,7 +1,7 @@
 //! `serve`: exposes memory, and answers clients (`run`, `compare`, `bench`), a thread each.
 
 use std::{
-    io::Read,
+    io::{BufRead, BufReader, Read, stdin},
     net::{IpAddr, SocketAddr, TcpListener, TcpStream},
     process,
     sync::{
@@ -9,27 +9,45 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
     thread,
+    time::Duration,
 };
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use kvc_rdma::{LeaseToken, RegionKey};
+use subtle::ConstantTimeEq;
 
 use crate::{
     case::Pool,
-    control::{Line, Reply, Request, VERSION},
-    cpu, iperf,
+    control::{Line, QUESTION, Reply, Request, VERSION},
+    cpu,
+    interrupt::{self, Role},
+    iperf,
     measure::{Target, gather},
+    perftest,
+    process::{Process, end_all},
+    report::{complain, say},
     side::{Kind, Memory, Offer, Setup, Side, Staging},
 };
 
 /// Clients at once.
-const CLIENTS: usize = 64;
+const CLIENTS: usize = 256;
+/// For a new one to show the key.
+const HELLO: Duration = Duration::from_secs(5);
+/// For the next question: measurements of an hour and their end.
+const IDLE: Duration = Duration::from_secs(3600 + 300);
+
+const EXAMPLES: &str = "\
+Examples:
+  kvc-perf serve --bind 10.0.0.1:4790                  then, on the other machine, the line that it prints
+  kvc-perf serve --bind 10.0.0.1:4790 --ib-device mlx5_0,mlx5_1
+  kvc-perf serve --bind 0.0.0.0:4790 --advertise 10.0.0.1 --movers verbs,tcp";
 
 /// Exposes memory to be read; prints where, and the key that a client has to show. Runs until it is stopped.
 #[derive(Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Serve {
-    /// Where to listen for clients; tcp reads come to a free port of the same address
+    /// Where to listen for clients; movers take free ports of the same address
     #[arg(long, default_value = "127.0.0.1:4790")]
     bind: SocketAddr,
     /// What clients reach this machine by, if --bind is 0.0.0.0
@@ -45,15 +63,18 @@ pub struct Serve {
     #[arg(long, value_delimiter = ',')]
     ib_device: Vec<String>,
     /// MiB of memory
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pool: u64,
     /// Its kind
     #[arg(long, default_value = "memfd")]
     memory: Memory,
     /// Streams of tcp, threads of shm, for reads in the other direction
-    #[arg(long, default_value_t = 2)]
-    streams: usize,
-    /// End with the standard input
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=64))]
+    streams: u64,
+    /// Queue pairs of verbs over each device, for reads in the other direction [default: the mover's]
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pairs: Option<u8>,
+    /// The key is the first line of the standard input; end with it
     #[arg(long, hide = true)]
     with_parent: bool,
 }
@@ -61,58 +82,93 @@ pub struct Serve {
 impl Serve {
     /// Until it is stopped.
     pub fn run(self) -> Result<()> {
-        ensure!(self.pool > 0, "--pool is 0: give at least 1 (MiB)");
+        let mut input = BufReader::new(stdin());
+        let key = match self.key {
+            _ if self.with_parent => {
+                let mut line = String::new();
+                input.read_line(&mut line)?;
+                line.trim().into()
+            }
+            Some(key) => key,
+            None => random_key()?,
+        };
+        ensure!(!key.is_empty(), "--key is empty: leave it out for a random one");
+        interrupt::watch(if self.with_parent { Role::Spawned } else { Role::Server })?;
+        let unspecified = self.bind.ip().is_unspecified();
+        ensure!(
+            !unspecified || self.advertise.is_some(),
+            "--bind is {}: say with --advertise which address clients reach this machine by",
+            self.bind
+        );
         let setup = Setup {
             quiet: self.with_parent,
             devices: self.ib_device,
             ip: self.bind.ip(),
             advertise: self.advertise,
-            streams: self.streams,
+            streams: self.streams as usize,
             chunk: None,
             window: None,
+            pairs: self.pairs,
         };
         let side = Arc::new(Side::start(&self.movers, self.memory, self.pool << 20, &setup)?);
         ensure!(
             !side.offer().movers.is_empty(),
             "no mover is left: --memory heap cannot be exported by shm, add tcp to --movers"
         );
-        let key = match self.key {
-            Some(key) => key,
-            None => LeaseToken::random()?.as_bytes()[..8]
-                .iter()
-                .map(|byte| format!("{byte:02x}"))
-                .collect(),
-        };
         let listener = TcpListener::bind(self.bind)
             .with_context(|| format!("cannot listen on {}: choose another --bind", self.bind))?;
         let mut at = listener.local_addr()?;
         if let Some(ip) = self.advertise {
             at.set_ip(ip);
         }
-        println!("kvc-perf run {at} --key {key}");
+        say(&format!("kvc-perf run {at} --key {key}"));
         if self.with_parent {
-            thread::spawn(|| {
-                // Whatever it brings: its end is the parent's.
-                let _ = std::io::stdin().read_to_end(&mut Vec::new());
+            thread::Builder::new().spawn(move || {
+                // Nothing more comes: its end is the parent's.
+                let _ = input.read(&mut [0]);
+                end_all();
                 process::exit(0);
-            });
+            })?;
         }
         let clients = Arc::new(AtomicUsize::new(0));
-        for client in listener.incoming().flatten() {
-            if clients.fetch_add(1, Ordering::SeqCst) >= CLIENTS {
-                clients.fetch_sub(1, Ordering::SeqCst);
+        loop {
+            let client = match listener.accept() {
+                Ok((client, _)) => client,
+                // Of that one client, or of a moment without descriptors.
+                Err(error) => {
+                    complain(&format!("a client did not come through: {error}"));
+                    thread::sleep(Duration::from_millis(100));
+                    continue;
+                }
+            };
+            if clients.load(Ordering::SeqCst) >= CLIENTS {
+                // It may not even read this.
+                let full = format!("{CLIENTS} clients are here: end some, or try later");
+                let _ = Line::new(client).and_then(|mut line| line.send(&Reply::Refused(full)));
                 continue;
             }
-            let (side, key, clients) = (side.clone(), key.clone(), clients.clone());
-            thread::spawn(move || {
+            clients.fetch_add(1, Ordering::SeqCst);
+            let (side, key, here) = (side.clone(), key.clone(), clients.clone());
+            let spawned = thread::Builder::new().spawn(move || {
                 if let Err(error) = Client::serve(side, &key, client) {
-                    eprintln!("kvc-perf: a client: {error:#}");
+                    complain(&format!("a client: {error:#}"));
                 }
-                clients.fetch_sub(1, Ordering::SeqCst);
+                here.fetch_sub(1, Ordering::SeqCst);
             });
+            if spawned.is_err() {
+                clients.fetch_sub(1, Ordering::SeqCst);
+            }
         }
-        Ok(())
     }
+}
+
+/// 16 hexadecimal digits that nobody guesses.
+pub fn random_key() -> Result<String> {
+    let random = LeaseToken::random()?;
+    Ok(random.as_bytes()[..8]
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect())
 }
 
 /// One client's connection.
@@ -121,14 +177,15 @@ struct Client {
     ip: IpAddr,
     offer: Option<Offer>,
     staging: Option<Staging>,
-    iperf: Option<process::Child>,
+    iperf: Option<Process>,
+    perftest: Option<Process>,
 }
 
 impl Client {
     fn serve(side: Arc<Side>, key: &str, socket: TcpStream) -> Result<()> {
         let ip = socket.local_addr()?.ip();
         let mut line = Line::new(socket)?;
-        let offer = match line.receive()? {
+        let offer = match line.receive(QUESTION, HELLO)? {
             Some(Request::Hello {
                 version,
                 key: shown,
@@ -138,10 +195,11 @@ impl Client {
                     Some(format!(
                         "this is version {VERSION}, the client is {version}: use equal builds"
                     ))
-                } else if !equal(&shown, key) {
+                } else if !bool::from(shown.as_bytes().ct_eq(key.as_bytes())) {
                     Some("wrong key: give --key as `kvc-perf serve` printed it".into())
                 } else {
-                    None
+                    let wrong = offer.as_ref().and_then(|offer| offer.check().err());
+                    wrong.map(|error| format!("{error:#}"))
                 };
                 if let Some(why) = refusal {
                     return line.send(&Reply::Refused(why));
@@ -157,8 +215,9 @@ impl Client {
             offer,
             staging: None,
             iperf: None,
+            perftest: None,
         };
-        while let Some(request) = line.receive()? {
+        while let Some(request) = line.receive(QUESTION, IDLE)? {
             let reply = client
                 .answer(request)
                 .unwrap_or_else(|error| Reply::Refused(format!("{error:#}")));
@@ -174,7 +233,11 @@ impl Client {
             Request::Fence(kind) => Reply::Fenced(self.side.fence(kind)?.as_nanos() as u64),
             Request::Stage(bytes) => {
                 ensure!(self.staging.is_none(), "staged already");
-                ensure!(bytes <= self.side.pool.len() as u64, "staged is more than the pool");
+                let most = self.side.pool.len() as u64;
+                ensure!(
+                    (1..=most).contains(&bytes),
+                    "{bytes} bytes cannot be staged: give 1 to {most}"
+                );
                 let staging = self.staging.insert(self.side.stage(bytes)?);
                 Reply::Staged(staging.key.0)
             }
@@ -207,10 +270,17 @@ impl Client {
                 Reply::Pulled(self.side.measure(&target, &case, &load, &mut || Ok(0.0))?)
             }
             Request::Iperf => {
-                drop(self.iperf.take().map(|mut child| child.wait()));
-                let (child, port) = iperf::serve(self.ip)?;
-                self.iperf = Some(child);
-                Reply::Iperf(port)
+                self.iperf = None;
+                let (process, port) = iperf::serve(self.ip)?;
+                self.iperf = Some(process);
+                Reply::Port(port)
+            }
+            Request::Perftest(job) => {
+                self.perftest = None;
+                let rail = self.side.rail.as_ref().context("no RDMA device is in use there")?;
+                let (process, port) = perftest::serve(&job, rail, self.ip)?;
+                self.perftest = Some(process);
+                Reply::Port(port)
             }
         })
     }
@@ -221,21 +291,5 @@ impl Drop for Client {
         if let Some(staging) = self.staging.take() {
             self.side.unstage(staging);
         }
-        if let Some(mut child) = self.iperf.take() {
-            child.kill().ok();
-            child.wait().ok();
-        }
     }
-}
-
-/// Without telling by its time how much was right.
-fn equal(shown: &str, key: &str) -> bool {
-    let differ = |(one, other): (u8, u8)| one ^ other;
-    shown.len() == key.len()
-        && shown
-            .bytes()
-            .zip(key.bytes())
-            .map(differ)
-            .fold(0, |all, each| all | each)
-            == 0
 }

@@ -1,14 +1,17 @@
 //! One end: its memory and its movers. `serve` and `run` each have one; the other end's is known by what it offers.
 
 use std::{
+    fs,
     net::IpAddr,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use kvc_rdma::{HostRegion, LeaseToken, Mover, RegionKey, Run, ShmConfig, ShmMover, TcpConfig, TcpMover, shm};
 use serde::{Deserialize, Serialize};
+
+use crate::{measure::parse_token, report::complain};
 
 /// How long a lease of this tool lives at most.
 const LEASE: Duration = Duration::from_secs(3600);
@@ -60,6 +63,14 @@ pub enum Memory {
 impl Memory {
     /// `len` bytes whose pages are there already, as an engine's pool's are.
     pub fn allocate(self, len: u64) -> Result<Arc<HostRegion>> {
+        let free = available(&fs::read_to_string("/proc/meminfo").unwrap_or_default());
+        if let Some(free) = free.filter(|free| *free < len) {
+            bail!(
+                "{} MiB are wanted and {} MiB free: give a smaller --pool",
+                len >> 20,
+                free >> 20
+            );
+        }
         let len = usize::try_from(len)?;
         let region = match self {
             Memory::Heap => HostRegion::new(len),
@@ -74,6 +85,12 @@ impl Memory {
     }
 }
 
+/// Bytes that can be had without swapping.
+fn available(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
 /// How a mover is set up, as far as this tool lets one choose.
 #[derive(Clone, Debug)]
 pub struct Setup {
@@ -81,7 +98,7 @@ pub struct Setup {
     pub quiet: bool,
     /// RDMA devices, by name; the best one without.
     pub devices: Vec<String>,
-    /// Where tcp listens.
+    /// Where tcp and the side channel of verbs listen, and whose route's device verbs prefers.
     pub ip: IpAddr,
     /// What peers are told instead.
     pub advertise: Option<IpAddr>,
@@ -89,19 +106,43 @@ pub struct Setup {
     pub streams: usize,
     /// Bytes of one request; the mover's default without.
     pub chunk: Option<u64>,
-    /// Bytes asked for and not received on one stream of tcp.
+    /// Bytes asked for and not received, on one stream of tcp, or under one lease of verbs.
     pub window: Option<u64>,
+    /// Queue pairs of verbs for one lease over each device.
+    pub pairs: Option<u8>,
+}
+
+/// The device that verbs took first.
+#[derive(Clone, Debug)]
+pub struct Rail {
+    /// Its name.
+    pub device: String,
+    /// Its port.
+    pub port: u8,
+    /// The address's place in the port's table.
+    pub gid_index: u8,
+    /// Queue pairs to one peer over each device.
+    pub pairs: u8,
 }
 
 /// One end.
 pub struct Side {
     /// Its pool, region 0 of every mover.
     pub pool: Arc<HostRegion>,
+    /// Of verbs, if it runs.
+    pub rail: Option<Rail>,
     movers: Vec<(Kind, Box<dyn Mover>)>,
     memory: Memory,
     token: LeaseToken,
-    /// Staged before and free, since a region stays registered as long as its mover.
-    spare: Mutex<Vec<Staging>>,
+    staged: Mutex<Staged>,
+}
+
+/// A region stays registered as long as its mover, so what was staged is used again.
+#[derive(Default)]
+struct Staged {
+    free: Vec<Staging>,
+    /// Bytes of all, free or not.
+    bytes: u64,
 }
 
 /// Memory that runs are gathered into, registered with every mover under one key.
@@ -124,35 +165,51 @@ pub struct Offer {
     pub pool: u64,
 }
 
+impl Offer {
+    /// Refuses what no end offers: it comes from the other one, before or after it has shown a key.
+    pub fn check(&self) -> Result<()> {
+        let endpoints = self.movers.len() <= 8 && self.movers.iter().all(|(_, at)| at.len() <= 256);
+        ensure!(
+            endpoints && (1..=1 << 44).contains(&self.pool),
+            "an offer that no kvc-perf makes: is it one of this version?"
+        );
+        parse_token(&self.token).map(drop)
+    }
+}
+
 impl Side {
     /// With memory and the movers asked for; without a list, all that start here, and a line about each that does not.
     pub fn start(kinds: &[Kind], memory: Memory, pool: u64, setup: &Setup) -> Result<Self> {
         let pool = memory
             .allocate(pool)
             .with_context(|| format!("a pool of {} MiB", pool >> 20))?;
-        let mut movers = Vec::new();
+        let (mut movers, mut rail) = (Vec::new(), None);
         for kind in Kind::ALL {
             if !kinds.contains(&kind) && (!kinds.is_empty() || !kind.is_built()) {
                 continue;
             }
-            let started = start(kind, setup).and_then(|mover| {
+            let started = start(kind, setup).and_then(|(mover, on)| {
                 mover.register(pool.clone().into())?;
-                Ok(mover)
+                Ok((mover, on))
             });
             match started.with_context(|| format!("{} does not start", kind.name())) {
-                Ok(mover) => movers.push((kind, mover)),
+                Ok((mover, on)) => {
+                    movers.push((kind, mover));
+                    rail = rail.or(on);
+                }
                 Err(_) if kinds.is_empty() && setup.quiet => {}
-                Err(error) if kinds.is_empty() => eprintln!("kvc-perf: goes without: {error:#}"),
+                Err(error) if kinds.is_empty() => complain(&format!("goes without: {error:#}")),
                 Err(error) => return Err(error),
             }
         }
         let token = LeaseToken::random()?;
         let side = Side {
             pool,
+            rail,
             movers,
             memory,
             token,
-            spare: Mutex::default(),
+            staged: Mutex::default(),
         };
         side.exporting().try_for_each(|(_, mover)| side.expose(mover))?;
         Ok(side)
@@ -182,11 +239,17 @@ impl Side {
 
     /// Memory to gather into, readable under the lease until the next fence; to be given back.
     pub fn stage(&self, bytes: u64) -> Result<Staging> {
-        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        let fitting = spare.iter().position(|each| each.region.len() as u64 == bytes);
+        let mut staged = self.staged.lock().unwrap_or_else(PoisonError::into_inner);
+        let fitting = staged.free.iter().position(|each| each.region.len() as u64 >= bytes);
         let staging = match fitting {
-            Some(at) => spare.swap_remove(at),
+            Some(at) => staged.free.swap_remove(at),
             None => {
+                let most = 2 * self.pool.len() as u64;
+                ensure!(
+                    bytes <= most - staged.bytes,
+                    "{} MiB are staged, of at most twice the pool: give a smaller --depth or a larger --pool",
+                    staged.bytes >> 20
+                );
                 let region = Memory::Memfd.allocate(bytes)?;
                 // Nothing else is registered meanwhile, so that every mover gives it the same name.
                 let keys = self
@@ -199,6 +262,7 @@ impl Side {
                     keys.iter().all(|each| *each == key),
                     "movers name one region differently"
                 );
+                staged.bytes += bytes;
                 Staging { key, region }
             }
         };
@@ -215,7 +279,8 @@ impl Side {
 
     /// Gives staging memory back.
     pub fn unstage(&self, staging: Staging) {
-        self.spare.lock().unwrap_or_else(PoisonError::into_inner).push(staging);
+        let mut staged = self.staged.lock().unwrap_or_else(PoisonError::into_inner);
+        staged.free.push(staging);
     }
 
     /// Fences the lease under load and opens it again; how long the fence took. What was staged has to be staged anew.
@@ -252,9 +317,12 @@ impl Side {
     }
 }
 
-fn start(kind: Kind, setup: &Setup) -> Result<Box<dyn Mover>> {
-    Ok(match kind {
-        Kind::Verbs => verbs(setup)?,
+/// A mover, and the device it is on.
+type Started = (Box<dyn Mover>, Option<Rail>);
+
+fn start(kind: Kind, setup: &Setup) -> Result<Started> {
+    let mover: Box<dyn Mover> = match kind {
+        Kind::Verbs => return verbs(setup),
         Kind::Tcp => {
             let default = TcpConfig::default();
             Box::new(TcpMover::start(TcpConfig {
@@ -274,32 +342,43 @@ fn start(kind: Kind, setup: &Setup) -> Result<Box<dyn Mover>> {
                 ..default
             })?)
         }
-    })
+    };
+    Ok((mover, None))
 }
 
 #[cfg(feature = "verbs")]
-fn verbs(setup: &Setup) -> Result<Box<dyn Mover>> {
+fn verbs(setup: &Setup) -> Result<Started> {
     use kvc_rdma::{VerbsConfig, VerbsMover, verbs::Wish};
     let default = VerbsConfig::default();
-    Ok(Box::new(VerbsMover::start(VerbsConfig {
+    let pairs = setup.pairs.unwrap_or(default.pairs);
+    let mover = VerbsMover::start(VerbsConfig {
         bind: (setup.ip, 0).into(),
         advertise: setup.advertise.map(|ip| (ip, 0).into()),
         wish: Wish {
             devices: setup.devices.clone(),
+            source: Some(setup.advertise.unwrap_or(setup.ip)),
             ..Wish::default()
         },
         chunk: setup.chunk.unwrap_or(default.chunk),
         window: setup.window.unwrap_or(default.window),
+        pairs,
         ..default
-    })?))
+    })?;
+    let rail = mover.devices().into_iter().next().map(|(choice, _)| Rail {
+        device: choice.device,
+        port: choice.port,
+        gid_index: choice.gid_index,
+        pairs,
+    });
+    Ok((Box::new(mover), rail))
 }
 
 #[cfg(not(feature = "verbs"))]
-fn verbs(setup: &Setup) -> Result<Box<dyn Mover>> {
-    let named = if setup.devices.is_empty() {
+fn verbs(setup: &Setup) -> Result<Started> {
+    let named = if setup.devices.is_empty() && setup.pairs.is_none() {
         ""
     } else {
-        ", --ib-device names nothing"
+        ", --ib-device and --pairs mean nothing"
     };
-    anyhow::bail!("this build has no verbs{named}: build it with --features verbs")
+    bail!("this build has no verbs{named}: build it with --features verbs")
 }

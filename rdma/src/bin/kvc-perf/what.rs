@@ -2,11 +2,11 @@
 
 use std::net::IpAddr;
 
-use anyhow::{Result, ensure};
 use clap::Args;
+use serde::Serialize;
 
 use crate::{
-    case::{Access, Case, Shape, parse_size},
+    case::{Access, Case, Shape, parse_seconds, parse_size},
     layout::Layout,
     side::{Kind, Memory},
 };
@@ -14,17 +14,27 @@ use crate::{
 /// Bytes of a read, if nothing says otherwise.
 const READ: u64 = 16 << 20;
 
+/// Which way the bytes go. kvc moves them with reads alone (XFER-1): what is written here is fetched by the peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Op {
+    /// From the peers to here
+    Read,
+    /// From here to the peers, which fetch them: over verbs RDMA READs too; for RDMA WRITE see ib_write_bw in `compare`
+    Write,
+}
+
 /// What is measured, and against whom.
 #[derive(Args)]
 pub struct What {
-    /// HOST:PORT of each `kvc-perf serve`; several are read from at the same time
+    /// HOST:PORT of each `kvc-perf serve`; several are read from at the same time (give them one --key)
     #[arg(conflicts_with = "spawn")]
     pub peers: Vec<String>,
     /// Start this many `serve`s here instead
-    #[arg(long)]
-    pub spawn: Option<usize>,
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=64))]
+    pub spawn: Option<u64>,
     /// The key that `serve` printed
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     pub key: String,
     /// Movers to look at [default: all that start]
     #[arg(long, value_delimiter = ',')]
@@ -44,8 +54,11 @@ pub struct What {
     /// Where the runs lie, a list
     #[arg(long, value_delimiter = ',', default_value = "scattered")]
     pub access: Vec<Access>,
-    /// The peers read from here at the same time
-    #[arg(long)]
+    /// Which way the bytes go
+    #[arg(long, value_enum, default_value = "read")]
+    pub op: Op,
+    /// Both ways at the same time
+    #[arg(long, conflicts_with = "op")]
     pub bidirectional: bool,
     /// Reads at once from each peer
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=1024))]
@@ -57,7 +70,7 @@ pub struct What {
     #[arg(long)]
     pub checksum: bool,
     /// Seconds of one measurement
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, value_parser = parse_seconds)]
     pub seconds: f64,
     /// Rounds; the median is printed
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
@@ -74,12 +87,15 @@ pub struct What {
     /// Bytes of one request (tcp) or copy (shm) [default: the mover's]
     #[arg(long, value_parser = parse_size)]
     pub chunk: Option<u64>,
-    /// Bytes asked for and not yet received on one stream of tcp [default: the mover's]
+    /// Bytes asked for and not yet received on one stream of tcp, or from one peer by verbs [default: the mover's]
     #[arg(long, value_parser = parse_size)]
     pub window: Option<u64>,
-    /// The address of this machine that peers read from, with --bidirectional
-    #[arg(long, default_value = "127.0.0.1")]
-    pub bind: IpAddr,
+    /// Queue pairs of verbs to one peer over each device [default: the mover's]
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub pairs: Option<u8>,
+    /// The address of this machine that peers read from [default: that of the route to the first peer]
+    #[arg(long)]
+    pub bind: Option<IpAddr>,
     /// RDMA devices here, a list: mlx5_0,mlx5_1:1 [default: the best one]
     #[arg(long, value_delimiter = ',')]
     pub ib_device: Vec<String>,
@@ -101,6 +117,7 @@ impl Default for What {
             layout: None,
             tokens: 256,
             access: vec![Access::Scattered],
+            op: Op::Read,
             bidirectional: false,
             depth: 4,
             streams: 2,
@@ -112,7 +129,8 @@ impl Default for What {
             peer_memory: Memory::Memfd,
             chunk: None,
             window: None,
-            bind: IpAddr::from([127, 0, 0, 1]),
+            pairs: None,
+            bind: None,
             ib_device: Vec::new(),
             json: false,
         }
@@ -121,19 +139,12 @@ impl Default for What {
 
 impl What {
     /// Everything that is measured, in order.
-    ///
-    /// # Errors
-    /// If tokens are no whole pages.
-    pub fn cases(&self) -> Result<Vec<Case>> {
+    pub fn cases(&self) -> Vec<Case> {
         let shapes: Vec<Shape> = match self.layout {
-            Some(layout) => {
-                let (tokens, page) = (self.tokens, layout.page);
-                ensure!(
-                    tokens > 0 && tokens.is_multiple_of(page),
-                    "--tokens is {tokens}: give a multiple of the page, {page}"
-                );
-                vec![Shape::Tokens { layout, tokens }]
-            }
+            Some(layout) => vec![Shape::Tokens {
+                layout,
+                tokens: self.tokens,
+            }],
             None => {
                 let runs = |len: u64| self.runs.unwrap_or((READ / len).clamp(1, 4096));
                 let shape = |len: &u64| Shape::Runs {
@@ -146,6 +157,6 @@ impl What {
         let cases = shapes
             .into_iter()
             .flat_map(|shape| self.access.iter().map(move |access| Case { shape, access: *access }));
-        Ok(cases.collect())
+        cases.collect()
     }
 }
