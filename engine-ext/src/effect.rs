@@ -77,7 +77,7 @@ pub(crate) fn drain(shared: &Arc<Shared>, worker: &mut Worker) -> Vec<Effect> {
 /// After the lock has been dropped, before the caller gets its answer.
 pub(crate) fn carry_out(shared: &Arc<Shared>, effects: Vec<Effect>) {
     shared.fences.settle(|fence| match fence {
-        Fence::Lease(lease) => shared.exports.fence(lease, shared.mover.as_ref()),
+        Fence::Lease(lease) => shared.exports.fence(lease, &shared.pool),
         Fence::Import(import) => shared.imports.fence(import),
     });
     for effect in effects {

@@ -14,6 +14,7 @@ pub mod fuzz;
 pub mod harness;
 mod listener;
 mod metrics;
+mod movers;
 mod peer;
 mod pool;
 mod state;

@@ -10,6 +10,7 @@ use kvc_proto::{
     },
     worker::{Counters, HandoverAnswer, LeaseKind},
 };
+use kvc_rdma::MoverKind;
 use prometheus_client::{
     collector::Collector,
     encoding::{
@@ -41,6 +42,8 @@ pub(crate) struct Metrics {
     announcements: Family<Labels, Counter>,
     handovers: Family<Labels, Counter>,
     handover_seconds: Histogram,
+    mover_bytes: Family<Labels, Counter>,
+    mover_fallbacks: Family<Labels, Counter>,
 }
 
 type Labels = Vec<(&'static str, &'static str)>;
@@ -83,6 +86,7 @@ impl Metrics {
         let import_failures = Family::default();
         let (moved_bytes, announcements, handovers) = (Family::default(), Family::default(), Family::default());
         let handover_seconds = Histogram::new(exponential_buckets(2.5e-4, 2.0, 14));
+        let (mover_bytes, mover_fallbacks) = (Family::default(), Family::default());
         registry.register_with_unit(
             "admission",
             "Time from a question's last byte to its answer",
@@ -134,6 +138,17 @@ impl Metrics {
             Unit::Seconds,
             handover_seconds.clone(),
         );
+        registry.register_with_unit(
+            "mover",
+            "KV that came from peers, by the mover that brought it",
+            Unit::Bytes,
+            mover_bytes.clone(),
+        );
+        registry.register(
+            "mover_fallbacks",
+            "Times that a mover failed with a peer and another one took over",
+            mover_fallbacks.clone(),
+        );
         Self {
             registry,
             admission,
@@ -145,6 +160,8 @@ impl Metrics {
             announcements,
             handovers,
             handover_seconds,
+            mover_bytes,
+            mover_fallbacks,
         }
     }
 
@@ -167,6 +184,18 @@ impl Metrics {
                 .get_or_create(&vec![("reason", reason.as_str())])
                 .inc();
         }
+    }
+
+    pub(crate) fn moved_over(&self, mover: MoverKind, bytes: u64) {
+        self.mover_bytes
+            .get_or_create(&vec![("mover", mover.as_str())])
+            .inc_by(bytes);
+    }
+
+    pub(crate) fn fell_back(&self, from: MoverKind, to: MoverKind) {
+        self.mover_fallbacks
+            .get_or_create(&vec![("from", from.as_str()), ("to", to.as_str())])
+            .inc();
     }
 
     pub(crate) fn announced(&self, outcome: Announced, count: u64) {
@@ -410,6 +439,8 @@ mod tests {
         );
         metrics.announced(Announced::Failed, 2);
         metrics.handover_answered(Err(Reason::PeerUnreachable), Duration::from_millis(3));
+        metrics.moved_over(MoverKind::Shm, 8192);
+        metrics.fell_back(MoverKind::Shm, MoverKind::Tcp);
         let page = metrics
             .page(Scrape {
                 counters: Counters::default(),
@@ -432,6 +463,8 @@ mod tests {
             "kvc_announcements_total{outcome=\"failed\"} 2",
             "kvc_handovers_total{answer=\"lost\"} 1",
             "kvc_handover_seconds_count 1",
+            "kvc_mover_bytes_total{mover=\"shm\"} 8192",
+            "kvc_mover_fallbacks_total{from=\"shm\",to=\"tcp\"} 1",
             "kvc_imports_by_total{kind=\"move\"} 0",
             "kvc_sync_pending 2",
             "kvc_sync_lag_tokens 700",

@@ -16,10 +16,7 @@ use kvc_proto::{
     wire::{admit::LoadReport, info::WorkerInfo},
     worker::{Command, Snapshot, Worker},
 };
-use kvc_rdma::{
-    Mover, MoverError,
-    tcp::{TcpConfig, TcpMover},
-};
+use kvc_rdma::{Mover, MoverError, MoverKind};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::{
@@ -28,6 +25,7 @@ use crate::{
     effect::{self, Fences},
     listener,
     metrics::Metrics,
+    movers::Movers,
     peer::{self, Peers},
     pool::Pool,
     timer::{self, Timer},
@@ -56,9 +54,26 @@ pub enum StartError {
         /// The system's error.
         source: io::Error,
     },
-    /// The mover cannot start or register the engine's memory.
-    #[error("data_listen: {0}")]
-    Mover(#[from] MoverError),
+    /// A mover that has to be there cannot start, or cannot take the engine's memory.
+    #[error("{field}: {source}")]
+    Mover {
+        /// The setting that asks for it.
+        field: &'static str,
+        /// What is wrong.
+        source: MoverError,
+    },
+    /// RDMA is asked for.
+    #[error("{field}: this build has no RDMA: build it with the feature verbs")]
+    NoRdmaBuild {
+        /// The setting that asks for it.
+        field: &'static str,
+    },
+    /// RDMA is asked for, and the KV is where it cannot be read from yet.
+    #[error("{field}: the engine's KV is on a GPU, which no mover reads yet: leave {field} unset")]
+    DeviceMemory {
+        /// The setting that asks for it.
+        field: &'static str,
+    },
     /// The certificates cannot be used.
     #[error("tls.cert, tls.key, tls.ca: {fault}: give matching PEM files")]
     Tls {
@@ -91,27 +106,24 @@ struct Running {
 }
 
 impl Engine {
-    /// Starts threads and listeners and registers the engine's pool with the tcp mover.
+    /// Starts threads, listeners and movers, and registers the engine's pool with those.
     ///
     /// # Errors
     /// [`StartError`]; nothing is left running.
     pub fn start(config: Config, facts: EngineFacts) -> Result<Self, StartError> {
-        let mover = TcpMover::start(TcpConfig {
-            bind: config.data_listen,
-            advertise: config
-                .advertise
-                .map(|ip| SocketAddr::new(ip, config.data_listen.port())),
-            streams: config.streams,
-            ..TcpConfig::default()
-        })?;
-        Self::start_with(config, facts, Arc::new(mover))
+        let movers = Movers::start(&config, facts.layout.device())?;
+        Self::with_movers(config, facts, movers)
     }
 
-    /// [`Engine::start`] with another mover.
+    /// [`Engine::start`] with these movers, best first.
     ///
     /// # Errors
     /// As [`Engine::start`].
-    pub fn start_with(config: Config, facts: EngineFacts, mover: Arc<dyn Mover>) -> Result<Self, StartError> {
+    pub fn start_with(config: Config, facts: EngineFacts, movers: Vec<Arc<dyn Mover>>) -> Result<Self, StartError> {
+        Self::with_movers(config, facts, Movers::of(movers))
+    }
+
+    fn with_movers(config: Config, facts: EngineFacts, movers: Movers) -> Result<Self, StartError> {
         check(&facts)?;
         let system = |call| move |source| StartError::System { call, source };
         let runtime = Builder::new_multi_thread()
@@ -122,7 +134,7 @@ impl Engine {
             .map_err(system("threads"))?;
         let listen = bind("listen", config.listen)?;
         let peer_listen = bind("peer_listen", config.peer_listen)?;
-        let pool = Pool::register(facts.layout.clone(), mover.as_ref())?;
+        let pool = Pool::register(facts.layout.clone(), movers, &config)?;
         let page_tokens = facts.layout.shape().page_tokens;
         let incarnation = Incarnation(random().map_err(system("random bytes"))?);
         let serving = Arc::new(Serving::default());
@@ -147,7 +159,6 @@ impl Engine {
             pace: Pace::default(),
             peers: Peers::new(&config)?,
             runtime: runtime.handle().clone(),
-            mover,
             pool,
             facts,
             config,
@@ -163,7 +174,7 @@ impl Engine {
         tracing::info!(
             listen = %shared.listen,
             peer = %shared.peer_listen,
-            data = shared.mover.endpoint(),
+            data = ?shared.pool.paths().iter().map(|path| path.mover.endpoint()).collect::<Vec<_>>(),
             incarnation = %incarnation,
             "module started"
         );
@@ -227,9 +238,9 @@ impl Engine {
         self.shared.peer_listen
     }
 
-    /// Where the mover's data is reached.
-    pub fn data_listen(&self) -> String {
-        self.shared.mover.endpoint()
+    /// Where the mover of that kind is reached; `None` if there is none.
+    pub fn endpoint(&self, kind: MoverKind) -> Option<String> {
+        self.shared.pool.path(kind).map(|path| path.mover.endpoint())
     }
 
     /// How many bytes per second all pulls into this worker take at most, from now on; 0: no limit, as at start.
@@ -256,7 +267,7 @@ impl Engine {
             .shutdown_timeout(until.saturating_duration_since(Instant::now()));
         // Once more: a task may have started a read while the runtime was ending.
         self.shared.imports.fence_all();
-        self.shared.exports.fence_all(self.shared.mover.as_ref());
+        self.shared.exports.fence_all(&self.shared.pool);
         tracing::info!("module stopped");
     }
 }
@@ -286,8 +297,7 @@ pub(crate) struct Shared {
     pub(crate) pace: Pace,
     pub(crate) peers: Peers,
     pub(crate) runtime: Handle,
-    // Dropped before `facts`, whose layout keeps the memory.
-    pub(crate) mover: Arc<dyn Mover>,
+    // Its movers are dropped before `facts`, whose layout keeps the memory.
     pub(crate) pool: Pool,
     pub(crate) facts: EngineFacts,
     pub(crate) config: Config,
@@ -330,6 +340,11 @@ impl Shared {
             capacity: self.facts.capacity.into(),
             max_uncached_tokens: self.config.max_uncached_tokens,
             layout: self.facts.layout.fingerprint(),
+            movers: self
+                .pool
+                .served()
+                .map(|path| path.mover.kind().as_str().into())
+                .collect(),
             draining,
             load,
         }

@@ -170,7 +170,7 @@ fn a_stream_with_faults_is_a_typed_error_and_never_an_answer() {
     ] {
         let behind = Behind::new();
         let mut start = Start::new(config(&[]), 16);
-        start.mover = Some(behind.clone());
+        start.movers = vec![behind.clone()];
         let (mut p, mut d) = (TestEngine::start(start).unwrap(), engine(&[], 16));
         let prompt = tokens(7, 180);
         d.step();
@@ -201,7 +201,7 @@ fn late_bytes_never_land_in_pages_given_to_another() {
     // F11, XFER-1, XFER-2: the read is on its way when its import is cancelled, and its pages get another session's KV.
     let behind = Behind::new();
     let mut start = Start::new(config(&[]), 16);
-    start.mover = Some(behind.clone());
+    start.movers = vec![behind.clone()];
     let (mut p, mut d) = (TestEngine::start(start).unwrap(), engine(&[], 16));
     let prompt = tokens(7, 180);
     let turn = p.arrive("s", &prompt, 0, None, Some(placement(1))).unwrap();
@@ -241,7 +241,7 @@ fn a_lease_revoked_after_the_last_byte_was_sent_is_not_committed() {
     // XFER-3, OWN-7: every byte arrives, and yet the exporter has rewritten the session meanwhile.
     let behind = Behind::new();
     let mut start = Start::new(config(&[]), 16);
-    start.mover = Some(behind.clone());
+    start.movers = vec![behind.clone()];
     let (mut p, mut d) = (TestEngine::start(start).unwrap(), engine(&[], 16));
     let prompt = tokens(7, 64);
     let turn = p.arrive("s", &prompt, 0, None, Some(placement(1))).unwrap();

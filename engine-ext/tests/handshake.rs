@@ -15,6 +15,7 @@ use kvc_engine_ext::{
     Engine, EngineFacts, StartError,
     harness::{Client, Start, TestEngine},
 };
+use kvc_rdma::MoverKind;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use support::*;
 
@@ -191,7 +192,7 @@ fn an_address_in_use_stops_the_start() {
     for (field, address) in [
         ("listen", running.engine().listen().to_string()),
         ("peer_listen", running.engine().peer_listen().to_string()),
-        ("data_listen", running.engine().data_listen()),
+        ("data_listen", running.engine().endpoint(MoverKind::Tcp).unwrap()),
     ] {
         let error = TestEngine::start(Start::new(config(&[(field, &address)]), 16))
             .err()
@@ -285,7 +286,7 @@ fn garbage_on_any_port_ends_its_connection_only() {
         [preface, vec![0, 0, 4, 1, 4, 0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff]].concat(),
         b"POST /admit_direct_append HTTP/1.1\r\ncontent-length: 99999999999999999999\r\n\r\n".to_vec(),
     ];
-    let data: SocketAddr = p.engine().data_listen().parse().unwrap();
+    let data: SocketAddr = p.engine().endpoint(MoverKind::Tcp).unwrap().parse().unwrap();
     for address in [p.engine().listen(), p.engine().peer_listen(), data] {
         for bytes in &garbage {
             let mut stream = TcpStream::connect(address).unwrap();

@@ -296,7 +296,7 @@ fn a_source_that_dies_while_the_target_prepares_costs_only_the_move() {
     // MIG-2, XFER-7.
     let behind = Behind::new();
     let mut start = Start::new(config(&[]), 16);
-    start.mover = Some(behind.clone());
+    start.movers = vec![behind.clone()];
     let (mut source, mut target) = (TestEngine::start(start).unwrap(), engine(&[], 16));
     own(&mut source, "s", 1, 180);
     behind.proxy.inject(Some(Fault::Stall { after: 3000 }));

@@ -235,13 +235,13 @@ fn a_pull_that_nobody_waits_for_gives_way() {
 fn a_sync_reads_little_at_a_time() {
     // SYNC-1, SYNC-3: one read of at most 1 MiB in flight, however large the session is; a reseed is not held to it.
     let link = Behind::new();
-    let worker = |mover: Option<std::sync::Arc<Behind>>| {
+    let worker = |movers: Vec<std::sync::Arc<dyn kvc_rdma::Mover>>| {
         let mut start = Start::new(config(&[]), 16);
         start.heads = 64;
-        start.mover = mover.map(|m| m as _);
+        start.movers = movers;
         TestEngine::start(start).unwrap()
     };
-    let (mut p, mut d) = (worker(Some(link.clone())), worker(None));
+    let (mut p, mut d) = (worker(vec![link.clone()]), worker(Vec::new()));
     let mut session = Session::new("s", 1);
     session.turn(&mut d, Some(peer(&p)), &tokens(1, 1200));
     followed(&mut p, "s", 1202);

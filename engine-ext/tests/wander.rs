@@ -62,7 +62,7 @@ impl World {
                 *page_tokens,
             );
             start.pages = 1024 / page_tokens;
-            start.mover = Some(link.clone());
+            start.movers = vec![link.clone()];
             TestEngine::start(start).unwrap()
         };
         let sessions = (0..5).map(|n| Session {

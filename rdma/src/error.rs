@@ -241,6 +241,43 @@ pub enum MoverError {
 }
 
 impl MoverError {
+    /// Whether the way to the peer failed, so that another mover may bring the same bytes under the same lease (XFER-9). What
+    /// the lease, the caller or the bytes themselves are to blame for fails over any mover.
+    pub fn is_of_path(&self) -> bool {
+        match self {
+            MoverError::BadPeer { .. }
+            | MoverError::Connect { .. }
+            | MoverError::PeerGone { .. }
+            | MoverError::Truncated { .. }
+            | MoverError::NotShared { .. }
+            | MoverError::NotShareable { .. }
+            | MoverError::OtherHost { .. }
+            | MoverError::OtherUser { .. }
+            | MoverError::TooMany { .. }
+            | MoverError::PeerBusy { .. }
+            | MoverError::BadMagic { .. }
+            | MoverError::BadVersion { .. }
+            | MoverError::BadFrame { .. }
+            | MoverError::System { .. } => true,
+            #[cfg(feature = "verbs")]
+            MoverError::Verbs(_) => true,
+            MoverError::Timeout { wait, .. } => *wait != Wait::Deadline,
+            MoverError::UnknownToken { .. }
+            | MoverError::Expired { .. }
+            | MoverError::Revoked { .. }
+            | MoverError::RangeRefused { .. }
+            | MoverError::LocalRange { .. }
+            | MoverError::LengthMismatch { .. }
+            | MoverError::TooLarge { .. }
+            | MoverError::Checksum { .. }
+            | MoverError::Cancelled
+            | MoverError::TokenInUse
+            | MoverError::Closed
+            | MoverError::BadConfig { .. }
+            | MoverError::NoAdvertise { .. } => false,
+        }
+    }
+
     pub(crate) fn system(call: &'static str, error: &io::Error) -> Self {
         MoverError::System {
             call,

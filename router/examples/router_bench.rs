@@ -309,6 +309,7 @@ fn info(address: SocketAddr) -> WorkerInfo {
         capacity: 1 << 30,
         max_uncached_tokens: 1 << 20,
         layout: "l".into(),
+        movers: vec!["tcp".into()],
         draining: false,
         load: LoadReport::default(),
     }

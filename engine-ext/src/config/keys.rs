@@ -47,6 +47,10 @@ keys! {
     HANDOVER_DEADLINE_MS = "handover_deadline_ms", Some("2000"), "a hand-over answer older than this counts as lost (MIG-2)";
     HANDOVER_HOLD_MS = "handover_hold_ms", Some("20"), "how long a turn is held back for a target one step behind; 0: never (MIG-1)";
     DRAIN_MS = "drain_ms", Some("30000"), "how long a stopping engine waits for its sessions to be moved; 0: not at all (MIG-4)";
+    MOVERS = "movers", Some("verbs,shm,tcp"), "how KV may move, of verbs, shm and tcp; the best that both workers have is used (XFER-9)";
+    FORCE_RDMA = "force_rdma", Some("false"), "move KV over RDMA only, and do not start without it (XFER-9)";
+    IB_DEVICE = "ib_device", None, "RDMA devices, like mlx5_0,mlx5_1:2; the start fails if one cannot be used. Absent: the best one";
+    RDMA_LISTEN = "rdma_listen", None, "ip:port at which peers ask for RDMA keys; absent: data_listen's address, any port";
     STREAMS = "streams", Some("2"), "data streams per read";
     CHECKSUM = "checksum", Some("false"), "checksum every chunk (XFER-8)";
 }

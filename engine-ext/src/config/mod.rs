@@ -14,6 +14,7 @@ use kvc_proto::{
     wire::info::Role,
     worker::{CapacityRule, WorkerConfig},
 };
+use kvc_rdma::MoverKind;
 
 pub use error::ConfigError;
 pub use keys::{KEYS, Key};
@@ -70,6 +71,14 @@ pub struct Config {
     pub handover_hold: Duration,
     /// MIG-4: how long a stopping engine drains; zero: not at all. For the adapter, which knows when its engine stops.
     pub drain: Duration,
+    /// XFER-9: how KV may move, best first.
+    pub movers: Vec<MoverKind>,
+    /// XFER-9: over RDMA or not at all.
+    pub force_rdma: bool,
+    /// RDMA devices by name; none: the best one.
+    pub ib_device: Vec<String>,
+    /// Where peers ask for RDMA keys.
+    pub rdma_listen: SocketAddr,
     /// Data streams per read.
     pub streams: usize,
     /// XFER-8.
@@ -106,10 +115,11 @@ impl Config {
     }
 
     fn parse(source: &Source) -> Result<Self, ConfigError> {
+        let data_listen = source.address(keys::DATA_LISTEN)?;
         let config = Self {
             listen: source.address(keys::LISTEN)?,
             peer_listen: source.address(keys::PEER_LISTEN)?,
-            data_listen: source.address(keys::DATA_LISTEN)?,
+            data_listen,
             advertise: source.ip(keys::ADVERTISE)?,
             secret: source.secret(keys::SECRET_FILE)?,
             tls: source.tls()?,
@@ -141,6 +151,12 @@ impl Config {
             handover_deadline: source.millis(keys::HANDOVER_DEADLINE_MS, 10, 60_000)?,
             handover_hold: source.millis(keys::HANDOVER_HOLD_MS, 0, 1_000)?,
             drain: source.millis(keys::DRAIN_MS, 0, 3_600_000)?,
+            movers: source.movers(keys::MOVERS)?,
+            force_rdma: source.switch(keys::FORCE_RDMA)?,
+            ib_device: source.devices(keys::IB_DEVICE)?,
+            rdma_listen: source
+                .optional_address(keys::RDMA_LISTEN)?
+                .unwrap_or(SocketAddr::new(data_listen.ip(), 0)),
             streams: source.number(keys::STREAMS, 1, 64)? as usize,
             checksum: source.switch(keys::CHECKSUM)?,
         };
@@ -202,10 +218,18 @@ impl Config {
                 fix: "raise it or lower the other",
             });
         }
+        if self.force_rdma && !self.movers.contains(&MoverKind::Verbs) {
+            return Err(ConfigError::Conflict {
+                field: keys::FORCE_RDMA,
+                fact: format!("{} leaves verbs out", keys::MOVERS),
+                fix: "add verbs to it, or set force_rdma to false",
+            });
+        }
         for (field, address) in [
             (keys::LISTEN, self.listen),
             (keys::PEER_LISTEN, self.peer_listen),
             (keys::DATA_LISTEN, self.data_listen),
+            (keys::RDMA_LISTEN, self.rdma_listen),
         ] {
             // XFER-10, F19.
             if !address.ip().is_loopback() && self.secret.is_none() && self.tls.is_none() {

@@ -10,6 +10,8 @@ use std::{
     time::Duration,
 };
 
+use kvc_rdma::MoverKind;
+
 use super::{
     Secret, Tls,
     error::{ConfigError, Origin},
@@ -134,6 +136,46 @@ impl Source {
 
     pub(super) fn address(&self, key: &'static str) -> Result<SocketAddr, ConfigError> {
         self.parse(key, "ip:port, like 127.0.0.1:0 or [::1]:7000", |t| t.parse().ok())
+    }
+
+    pub(super) fn optional_address(&self, key: &'static str) -> Result<Option<SocketAddr>, ConfigError> {
+        if !self.present(key) {
+            return Ok(None);
+        }
+        self.address(key).map(Some)
+    }
+
+    /// Names of movers in any order; given best first.
+    pub(super) fn movers(&self, key: &'static str) -> Result<Vec<MoverKind>, ConfigError> {
+        const BEST_FIRST: [MoverKind; 3] = [MoverKind::Verbs, MoverKind::Shm, MoverKind::Tcp];
+        self.parse(
+            key,
+            "one or more of verbs, shm and tcp, with commas between them",
+            |t| {
+                let named: Option<Vec<_>> = t
+                    .split(',')
+                    .map(|name| BEST_FIRST.into_iter().find(|kind| kind.as_str() == name.trim()))
+                    .collect();
+                let named = named?;
+                Some(BEST_FIRST.into_iter().filter(|kind| named.contains(kind)).collect())
+            },
+        )
+    }
+
+    /// Devices, each with its port if that is not the first.
+    pub(super) fn devices(&self, key: &'static str) -> Result<Vec<String>, ConfigError> {
+        if !self.present(key) {
+            return Ok(Vec::new());
+        }
+        let plain = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+        let device = |text: &str| {
+            let (name, port) = text.trim().split_once(':').unwrap_or((text.trim(), "1"));
+            let sound = !name.is_empty() && name.chars().all(plain) && port.parse::<u8>().is_ok_and(|port| port > 0);
+            sound.then(|| text.trim().to_owned())
+        };
+        self.parse(key, "names of RDMA devices, like mlx5_0,mlx5_1:2", |t| {
+            t.split(',').map(device).collect()
+        })
     }
 
     pub(super) fn ip(&self, key: &'static str) -> Result<Option<IpAddr>, ConfigError> {

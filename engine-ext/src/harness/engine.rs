@@ -29,8 +29,8 @@ pub struct Start {
     pub model: &'static str,
     /// Heads per rank: another number is another layout.
     pub heads: u32,
-    /// Another mover than tcp.
-    pub mover: Option<Arc<dyn Mover>>,
+    /// These movers, best first, in place of those of the settings.
+    pub movers: Vec<Arc<dyn Mover>>,
     /// The pool lies in a memfd, so that `shm` can be offered.
     pub shared: bool,
 }
@@ -44,7 +44,7 @@ impl Start {
             page_tokens,
             model: "tiny",
             heads: 2,
-            mover: None,
+            movers: Vec::new(),
             shared: false,
         }
     }
@@ -116,9 +116,10 @@ impl TestEngine {
             engine: "harness".into(),
             capacity: start.pages * start.page_tokens,
         };
-        let engine = match start.mover {
-            Some(mover) => Engine::start_with(start.config, facts, mover)?,
-            None => Engine::start(start.config, facts)?,
+        let engine = if start.movers.is_empty() {
+            Engine::start(start.config, facts)?
+        } else {
+            Engine::start_with(start.config, facts, start.movers)?
         };
         Ok(Self {
             engine,

@@ -12,7 +12,7 @@ use kvc_proto::{
     wire::reason::{Reason, Refusal},
     worker::{Announcement, Handover, HandoverAnswer, Have, Identity, LeaseGrant, LeaseKind, LeaseView, Slot},
 };
-use kvc_rdma::{LeaseToken, RegionKey};
+use kvc_rdma::{LeaseToken, MoverKind, RegionKey};
 use tokio::time::{Instant, timeout_at};
 use tonic::{
     Request, Response, Status,
@@ -22,14 +22,18 @@ use tonic::{
 
 use crate::{
     Config, StartError,
-    pool::PeerPool,
     state::Shared,
-    transfer::{Granted, import::Order},
+    transfer::{
+        Granted,
+        import::Order,
+        route::{Offer, Route},
+    },
 };
 
 use super::{
     BEARER, PROTOCOL,
     auth::{self, Nonce, Side, Transcript},
+    parse::no_common_mover,
     status::{refusal, unreachable},
     stream::PING,
     tls,
@@ -65,10 +69,10 @@ pub(crate) struct Peer {
     client: PeerClient<Channel>,
     bearer: BinaryMetadataValue,
     address: String,
-    /// The mover's endpoint there.
-    pub(crate) data: String,
-    /// Its buffers.
-    pub(crate) pool: PeerPool,
+    /// How its KV is read.
+    pub(crate) route: Route,
+    /// Token slots of its buffers.
+    pub(crate) slots: u32,
 }
 
 impl Peers {
@@ -145,8 +149,8 @@ impl Peers {
             client,
             bearer: MetadataValue::from_bytes(&reply.token),
             address: address.to_owned(),
-            pool: announced(shared, address, &reply.regions)?,
-            data: reply.data,
+            route: announced(shared, address, &reply)?,
+            slots: reply.slots,
         })
     }
 
@@ -169,6 +173,11 @@ impl Peers {
 }
 
 impl Peer {
+    /// Where its control plane is.
+    pub(crate) fn address(&self) -> &str {
+        &self.address
+    }
+
     /// Waits, until the import's deadline, for the turn to arrive there.
     pub(crate) async fn lease(&self, order: &Order, deadline: Instant) -> Result<Granted, Refusal> {
         let wait = deadline.saturating_duration_since(Instant::now());
@@ -186,6 +195,7 @@ impl Peer {
             kind: kind.into(),
             have_tokens: order.have.map_or(0, |have| have.tokens),
             have_digest: order.have.map_or_else(Vec::new, |have| have.digest.0.to_vec()),
+            movers: self.route.kinds().map(|kind| kind.as_str().into()).collect(),
         };
         let mut client = self.client.clone();
         let reply = self
@@ -260,7 +270,7 @@ impl Peer {
         let mut client = self.client.clone();
         let until = deadline.min(Instant::now() + wait + CALL);
         let reply = self.within(until, "watch", client.watch(self.signed(request))).await?;
-        let slots = expanded(&reply, self.pool.slots).ok_or_else(|| self.broke("slot run"))?;
+        let slots = expanded(&reply, self.slots).ok_or_else(|| self.broke("slot run"))?;
         Ok(LeaseView {
             from: reply.from,
             slots,
@@ -415,23 +425,35 @@ pub(super) fn expanded(reply: &wire::WatchReply, pool: u32) -> Option<Vec<Slot>>
     Some(slots)
 }
 
-fn announced(shared: &Shared, address: &str, regions: &[wire::Region]) -> Result<PeerPool, Refusal> {
+fn announced(shared: &Shared, address: &str, reply: &wire::HelloReply) -> Result<Route, Refusal> {
     let own = shared.pool.layout().buffers();
-    let slots = regions.first().map_or(0, |r| r.slots);
-    let fits = regions.len() == own.len() && regions.iter().zip(own).all(|(r, b)| r.row == b.row && r.slots == slots);
-    if !fits {
+    let fits = |offer: &wire::Offer| offer.keys.len() == own.len();
+    if reply.slots == 0 || !reply.rows.iter().eq(own.iter().map(|buffer| &buffer.row)) || !reply.offers.iter().all(fits)
+    {
         return Err(Refusal::new(
             Reason::LayoutMismatch,
             format!(
-                "peer {address} announced {} regions that do not match our {} buffers",
-                regions.len(),
+                "peer {address} announced {} buffers of {} slots that do not match our {} buffers",
+                reply.rows.len(),
+                reply.slots,
                 own.len()
             ),
         ));
     }
-    Ok(PeerPool {
-        keys: regions.iter().map(|r| RegionKey(r.key)).collect(),
-        slots,
+    let known = [MoverKind::Verbs, MoverKind::Shm, MoverKind::Tcp, MoverKind::Loopback];
+    let offers = reply.offers.iter().filter_map(|offer| {
+        let kind = known.into_iter().find(|kind| kind.as_str() == offer.mover)?;
+        Some(Offer {
+            kind,
+            endpoint: offer.endpoint.clone(),
+            keys: offer.keys.iter().map(|key| RegionKey(*key)).collect(),
+        })
+    });
+    let ours = || shared.pool.paths().iter().map(|path| path.mover.kind());
+    Route::new(ours(), offers.collect()).ok_or_else(|| {
+        let theirs = reply.offers.iter().map(|offer| offer.mover.as_str());
+        let why = no_common_mover(ours(), theirs);
+        Refusal::new(why.code, format!("peer {address}: {}", why.message))
     })
 }
 

@@ -15,7 +15,7 @@ pub(crate) use server::serve;
 pub(crate) use tls::server_tls;
 
 /// The protocol's number; both sides must have the same (XFER-6).
-const PROTOCOL: u32 = 2;
+const PROTOCOL: u32 = 3;
 /// Metadata entry of the bearer token.
 const BEARER: &str = "kvc-bearer-bin";
 

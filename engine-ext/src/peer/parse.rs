@@ -12,6 +12,7 @@ use kvc_proto::{
     },
     worker::{Announcement, Handover, Have, Identity, LeaseKind, LeaseRequest},
 };
+use kvc_rdma::MoverKind;
 
 use super::wire;
 
@@ -89,6 +90,23 @@ pub(super) fn handover(asked: &wire::HandoverRequest, holder: Incarnation) -> Re
         digest: digest("digest", &asked.digest)?,
     };
     Ok((peer("to", &asked.to, holder)?, handover))
+}
+
+/// A refusal that says what either side has. `theirs` is cut: it is a peer's text.
+pub(super) fn no_common_mover<'t>(
+    ours: impl Iterator<Item = MoverKind>,
+    theirs: impl Iterator<Item = &'t str>,
+) -> Refusal {
+    let ours: Vec<&str> = ours.map(MoverKind::as_str).collect();
+    let theirs: Vec<String> = theirs.take(8).map(|name| name.chars().take(16).collect()).collect();
+    Refusal::new(
+        Reason::NoCommonMover,
+        format!(
+            "this worker moves KV over [{}], the peer over [{}]: compare movers, force_rdma and ib_device of both",
+            ours.join(", "),
+            theirs.join(", ")
+        ),
+    )
 }
 
 fn session(text: &str) -> Result<SessionId, Refusal> {

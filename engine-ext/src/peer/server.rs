@@ -15,6 +15,7 @@ use kvc_proto::{
     wire::reason::{Reason, Refusal},
     worker::HandoverAnswer,
 };
+use kvc_rdma::MoverKind;
 use tokio::{
     net::TcpListener,
     sync::{Semaphore, mpsc},
@@ -155,6 +156,18 @@ impl PeerService {
         }
     }
 
+    /// Those of ours that a peer may read with (XFER-9); names that we do not know are of a newer peer.
+    fn movers(&self, named: &[String]) -> Result<Arc<[MoverKind]>, Refusal> {
+        let served = || self.shared.pool.served().map(|path| path.mover.kind());
+        let both: Arc<[MoverKind]> = served()
+            .filter(|kind| named.iter().any(|n| n == kind.as_str()))
+            .collect();
+        if both.is_empty() {
+            return Err(parse::no_common_mover(served(), named.iter().map(String::as_str)));
+        }
+        Ok(both)
+    }
+
     fn check(&self, hello: &wire::HelloRequest) -> Result<(), Refusal> {
         let want = Incarnation(hello.want_incarnation);
         if want != self.shared.incarnation {
@@ -245,22 +258,17 @@ impl peer_server::Peer for PeerService {
             known.greeted.retain(|c, _| c.0 >= oldest);
         }
         known.greeted.insert(over, (token, Incarnation(hello.incarnation)));
-        let rows = self.shared.pool.layout().buffers();
-        let regions = self
-            .shared
-            .pool
-            .keys()
-            .iter()
-            .zip(rows)
-            .map(|(key, buffer)| wire::Region {
-                key: key.0,
-                slots: buffer.slots,
-                row: buffer.row,
-            });
+        let pool = &self.shared.pool;
+        let offers = pool.served().map(|path| wire::Offer {
+            mover: path.mover.kind().as_str().into(),
+            endpoint: path.mover.endpoint(),
+            keys: path.keys.iter().map(|key| key.0).collect(),
+        });
         Ok(Response::new(wire::HelloReply {
             token: token.to_vec(),
-            data: self.shared.mover.endpoint(),
-            regions: regions.collect(),
+            offers: offers.collect(),
+            slots: pool.layout().slots(),
+            rows: pool.layout().buffers().iter().map(|buffer| buffer.row).collect(),
         }))
     }
 
@@ -268,7 +276,8 @@ impl peer_server::Peer for PeerService {
         let holder = self.holder(&request)?;
         let asked = request.into_inner();
         let lease = parse::lease(&asked, self.shared.incarnation).map_err(|e| refuse(&e))?;
-        let granted = Exports::grant(&self.shared, &lease, holder, wait(asked.wait_ms))
+        let movers = self.movers(&asked.movers).map_err(|e| refuse(&e))?;
+        let granted = Exports::grant(&self.shared, &lease, holder, &movers, wait(asked.wait_ms))
             .await
             .map_err(|e| refuse(&e))?;
         let grant = granted.grant;

@@ -9,7 +9,10 @@ use kvc_proto::{
     wire::reason::Reason,
     worker::Have,
 };
-use kvc_rdma::{Copy, HostRegion, LeaseToken, Mover, MoverError, ReadOptions, RegionKey, Run, TcpConfig, TcpMover};
+use kvc_rdma::{
+    Copy, HostRegion, LeaseToken, Mover, MoverError, ReadOptions, RegionKey, Run, ShmConfig, ShmMover, TcpConfig,
+    TcpMover,
+};
 use tokio::runtime::Runtime;
 use tonic::{
     Code, Request,
@@ -273,6 +276,7 @@ fn nothing_beyond_what_is_committed_is_given() {
             // It claims more than there is: every id is sent.
             have_tokens: 90,
             have_digest: vec![1; 16],
+            movers: vec!["tcp".into()],
             ..Default::default()
         };
         let lease = peer.client.lease(peer.signed(ask)).await.unwrap().into_inner();
@@ -348,6 +352,28 @@ fn a_worker_that_keeps_no_replicas_says_so() {
 }
 
 #[test]
+fn a_lease_is_read_with_a_mover_that_both_have_or_not_given() {
+    // XFER-9: and what a peer names is cut before it is repeated.
+    let mut worker = worker();
+    worker.run("s", &(0..64).collect::<Vec<_>>(), &[1]).unwrap();
+    Runtime::new().unwrap().block_on(async {
+        let mut peer = Reader::greet(&worker, 1).await;
+        for movers in [vec![], vec!["verbs".into(), "shm".into()], vec!["x".repeat(5000); 9]] {
+            let ask = wire::LeaseRequest {
+                session: "s".into(),
+                movers,
+                ..Default::default()
+            };
+            let why = peer.client.lease(peer.signed(ask)).await.unwrap_err();
+            assert_eq!(refusal("p", &why).code, Reason::NoCommonMover, "{why}");
+            assert!(why.message().contains("[tcp]") && why.message().len() < 400, "{why}");
+        }
+        assert!(held(&worker).contains("leases: [], "), "{}", held(&worker));
+    });
+    assert!(worker.drain());
+}
+
+#[test]
 fn a_challenge_is_good_for_one_answer() {
     let worker = worker();
     Runtime::new().unwrap().block_on(async {
@@ -384,14 +410,12 @@ fn a_bearer_is_good_on_its_own_connection_only() {
     });
 }
 
-/// A peer that has said hello: its signed requests, and a mover to read with.
+/// A peer that has said hello: its signed requests, and movers to read with.
 struct Reader {
     client: PeerClient<Channel>,
     token: Vec<u8>,
-    keys: Vec<u32>,
-    data: String,
-    mover: TcpMover,
-    landing: RegionKey,
+    /// Each way in that was offered.
+    ways: Vec<(wire::Offer, Box<dyn Mover>, RegionKey)>,
 }
 
 impl Reader {
@@ -401,15 +425,18 @@ impl Reader {
         let mut hello = hello(worker, &said);
         hello.incarnation = incarnation;
         let reply = client.hello(hello).await.unwrap().into_inner();
-        let mover = TcpMover::start(TcpConfig::default()).unwrap();
-        let landing = mover.register(HostRegion::new(4096).into()).unwrap();
+        let way = |offer: wire::Offer| {
+            let mover: Box<dyn Mover> = match offer.mover.as_str() {
+                "shm" => Box::new(ShmMover::start(ShmConfig::default()).unwrap()),
+                _ => Box::new(TcpMover::start(TcpConfig::default()).unwrap()),
+            };
+            let landing = mover.register(HostRegion::new(4096).into()).unwrap();
+            (offer, mover, landing)
+        };
         Self {
             client,
             token: reply.token,
-            keys: reply.regions.iter().map(|r| r.key).collect(),
-            data: reply.data,
-            mover,
-            landing,
+            ways: reply.offers.into_iter().map(way).collect(),
         }
     }
 
@@ -421,30 +448,36 @@ impl Reader {
         request
     }
 
-    /// Reads 32 bytes of a slot under a lease.
-    fn read(&self, token: &[u8], slot: u32) -> Result<(), MoverError> {
+    /// Reads 32 bytes of a slot under a lease, every way.
+    fn read(&self, token: &[u8], slot: u32) -> Vec<Result<(), MoverError>> {
         let run = |region, offset| Run {
             region,
             offset,
             len: 32,
         };
-        let copy = Copy {
-            remote: run(RegionKey(self.keys[0]), u64::from(slot) * 32),
-            local: run(self.landing, 0),
+        let read = |(offer, mover, landing): &(wire::Offer, Box<dyn Mover>, RegionKey)| {
+            let copy = Copy {
+                remote: run(RegionKey(offer.keys[0]), u64::from(slot) * 32),
+                local: run(*landing, 0),
+            };
+            let (done, outcome) = mpsc::channel();
+            let token = LeaseToken::from_bytes(token.try_into().unwrap());
+            let options = ReadOptions::default();
+            let told = Box::new(move |outcome: Result<_, _>| drop(done.send(outcome.map(|_| ()))));
+            let _read = mover.read(&offer.endpoint, token, vec![copy], options, told);
+            outcome.recv().unwrap()
         };
-        let (done, outcome) = mpsc::channel();
-        let token = LeaseToken::from_bytes(token.try_into().unwrap());
-        let options = ReadOptions::default();
-        let told = Box::new(move |outcome: Result<_, _>| drop(done.send(outcome.map(|_| ()))));
-        let _read = self.mover.read(&self.data, token, vec![copy], options, told);
-        outcome.recv().unwrap()
+        self.ways.iter().map(read).collect()
     }
 }
 
 #[test]
 fn only_readable_slots_are_exposed_and_nothing_after_a_revocation() {
     // XFER-2: revoke, fence, free. When the scheduler's call returns nothing can be read any more.
-    let mut worker = worker();
+    // However it was exposed (XFER-9).
+    let mut start = Start::new(Config::defaults().unwrap(), 16);
+    start.shared = true;
+    let mut worker = TestEngine::start(start).unwrap();
     let prompt: Vec<u32> = (0..64).collect();
     let placement = Placement {
         n: 1,
@@ -459,12 +492,14 @@ fn only_readable_slots_are_exposed_and_nothing_after_a_revocation() {
             placement: 1,
             store: 1,
             wait_ms: 1000,
+            movers: vec!["shm".into(), "tcp".into(), "a newer one".into()],
             ..Default::default()
         };
+        assert_eq!(peer.ways.len(), 2);
         let lease = peer.client.lease(peer.signed(ask)).await.unwrap().into_inner();
         let first = worker.slot(&turn, 0);
         assert!(
-            peer.read(&lease.token, first).is_err(),
+            peer.read(&lease.token, first).iter().all(Result::is_err),
             "nothing is exposed before it is asked for"
         );
         let watch = wire::WatchRequest {
@@ -474,9 +509,11 @@ fn only_readable_slots_are_exposed_and_nothing_after_a_revocation() {
         };
         let view = peer.client.watch(peer.signed(watch)).await.unwrap().into_inner();
         assert_eq!(view.runs.iter().map(|r| r.len).sum::<u32>(), 32);
-        assert_eq!(peer.read(&lease.token, first), Ok(()));
+        assert_eq!(peer.read(&lease.token, first), [Ok(()), Ok(())]);
         assert!(
-            matches!(peer.read(&lease.token, 0), Err(MoverError::RangeRefused { .. })),
+            peer.read(&lease.token, 0)
+                .iter()
+                .all(|read| matches!(read, Err(MoverError::RangeRefused { .. }))),
             "another session's slot"
         );
         // Another peer cannot use the lease, and does not learn that there is one.
@@ -485,9 +522,12 @@ fn only_readable_slots_are_exposed_and_nothing_after_a_revocation() {
         let refused = other.client.confirm(other.signed(name())).await.unwrap_err();
         assert_eq!(refusal("p", &refused).code, Reason::LeaseUnknown);
         other.client.end(other.signed(name())).await.unwrap_err();
-        assert_eq!(peer.read(&lease.token, first), Ok(()));
+        assert_eq!(peer.read(&lease.token, first), [Ok(()), Ok(())]);
         worker.abort(turn);
-        assert!(peer.read(&lease.token, first).is_err(), "read after the fence");
+        assert!(
+            peer.read(&lease.token, first).iter().all(Result::is_err),
+            "read after the fence"
+        );
         let refused = peer.client.confirm(peer.signed(name())).await.unwrap_err();
         assert!([Reason::LeaseRevoked, Reason::LeaseUnknown].contains(&refusal("p", &refused).code));
     });

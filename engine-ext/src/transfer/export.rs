@@ -13,13 +13,16 @@ use kvc_proto::{
     wire::reason::{Reason, Refusal},
     worker::{LeaseAnswer, LeaseGrant, LeaseKind, LeaseRequest, LeaseView, Worker},
 };
-use kvc_rdma::{LeaseToken, Mover};
+use kvc_rdma::{LeaseToken, MoverError, MoverKind};
 use tokio::{
     sync::{Notify, futures::Notified},
     time::Instant,
 };
 
-use crate::state::Shared;
+use crate::{
+    pool::{Path, Pool},
+    state::Shared,
+};
 
 use super::{
     import::refused,
@@ -38,6 +41,8 @@ pub(crate) struct Exports {
 struct Export {
     token: LeaseToken,
     holder: Incarnation,
+    /// The movers that know the token.
+    movers: Arc<[MoverKind]>,
     /// Somebody waits for what is read under it.
     _serving: Option<Active>,
 }
@@ -56,11 +61,13 @@ impl Exports {
         }
     }
 
-    /// Waits at most `wait` for the turn to arrive, then grants (XFER-2).
+    /// Waits at most `wait` for the turn to arrive, then grants (XFER-2) and exposes to those of our movers that the holder
+    /// named (XFER-9).
     pub(crate) async fn grant(
         shared: &Arc<Shared>,
         request: &LeaseRequest,
         holder: Incarnation,
+        movers: &Arc<[MoverKind]>,
         wait: Duration,
     ) -> Result<Granted, Refusal> {
         let until = Instant::now() + wait;
@@ -70,7 +77,7 @@ impl Exports {
             // Registered before the machine is asked: an arrival in between is not missed.
             changed.as_mut().enable();
             if let Some(granted) =
-                shared.call(|worker, now| shared.exports.ask(shared, worker, request, holder, now))?
+                shared.call(|worker, now| shared.exports.ask(shared, worker, request, holder, movers, now))?
             {
                 return Ok(granted);
             }
@@ -100,12 +107,14 @@ impl Exports {
             let changed = shared.exports.listen();
             tokio::pin!(changed);
             changed.as_mut().enable();
-            let token = shared.exports.held(lease, holder)?;
+            let (token, movers) = shared.exports.held(lease, holder)?;
             let view = shared.call(|worker, _| worker.lease_view(lease, from))?;
             if !view.slots.is_empty() || view.complete {
                 // After a revocation in between the token is dead and this is refused.
-                let runs = shared.pool.runs(&view.slots);
-                shared.mover.extend(&token, &runs).map_err(|e| refused(&e))?;
+                let mut runs = shared.pool.runs(&view.slots);
+                for path in named(&shared.pool, &movers) {
+                    path.mover.extend(&token, runs.over(path)).map_err(|e| refused(&e))?;
+                }
                 return Ok(view);
             }
             if tokio::time::timeout_at(until, changed).await.is_err() {
@@ -125,24 +134,24 @@ impl Exports {
     }
 
     /// When it returns nothing reads under this lease any more.
-    pub(crate) fn fence(&self, lease: LeaseId, mover: &dyn Mover) {
+    pub(crate) fn fence(&self, lease: LeaseId, pool: &Pool) {
         let export = self
             .leases
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .remove(&lease);
         if let Some(export) = export {
-            mover.fence(&export.token);
+            export.fence(pool);
         }
         // Its watcher learns at once that it is over.
         self.changed();
     }
 
     /// The module ends.
-    pub(crate) fn fence_all(&self, mover: &dyn Mover) {
+    pub(crate) fn fence_all(&self, pool: &Pool) {
         let all = std::mem::take(&mut *self.leases.lock().unwrap_or_else(PoisonError::into_inner));
         for export in all.values() {
-            mover.fence(&export.token);
+            export.fence(pool);
         }
     }
 
@@ -158,19 +167,21 @@ impl Exports {
         worker: &mut Worker,
         request: &LeaseRequest,
         holder: Incarnation,
+        movers: &Arc<[MoverKind]>,
         now: Now,
     ) -> Result<Option<Granted>, Refusal> {
         let LeaseAnswer::Granted(grant) = worker.lease(request, now)? else {
             return Ok(None);
         };
-        let exposed =
-            LeaseToken::random().and_then(|token| shared.mover.expose(token, shared.config.lease_max).map(|()| token));
+        let exposed = LeaseToken::random()
+            .and_then(|token| expose(&shared.pool, movers, token, shared.config.lease_max).map(|()| token));
         match exposed {
             Ok(token) => {
                 let serving = (request.kind != LeaseKind::Sync).then(|| self.serving.begin());
                 let export = Export {
                     token,
                     holder,
+                    movers: movers.clone(),
                     _serving: serving,
                 };
                 self.leases
@@ -186,10 +197,10 @@ impl Exports {
         }
     }
 
-    fn held(&self, lease: LeaseId, holder: Incarnation) -> Result<LeaseToken, Refusal> {
+    fn held(&self, lease: LeaseId, holder: Incarnation) -> Result<(LeaseToken, Arc<[MoverKind]>), Refusal> {
         let leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         match leases.get(&lease) {
-            Some(export) if export.holder == holder => Ok(export.token),
+            Some(export) if export.holder == holder => Ok((export.token, export.movers.clone())),
             // Another peer's lease looks like none.
             _ => Err(Refusal::new(
                 Reason::LeaseUnknown,
@@ -197,4 +208,23 @@ impl Exports {
             )),
         }
     }
+}
+
+impl Export {
+    fn fence(&self, pool: &Pool) {
+        named(pool, &self.movers).for_each(|path| path.mover.fence(&self.token));
+    }
+}
+
+/// All or none of them.
+fn expose(pool: &Pool, movers: &[MoverKind], token: LeaseToken, max_age: Duration) -> Result<(), MoverError> {
+    let exposed = named(pool, movers).try_for_each(|path| path.mover.expose(token, max_age));
+    if exposed.is_err() {
+        named(pool, movers).for_each(|path| path.mover.fence(&token));
+    }
+    exposed
+}
+
+fn named<'p>(pool: &'p Pool, movers: &[MoverKind]) -> impl Iterator<Item = &'p Path> {
+    pool.served().filter(|path| movers.contains(&path.mover.kind()))
 }

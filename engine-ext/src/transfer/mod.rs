@@ -8,6 +8,7 @@ pub(crate) mod import;
 mod imports;
 mod pace;
 mod pull;
+pub(crate) mod route;
 mod serving;
 
 pub(crate) use announce::Announcer;

@@ -44,7 +44,7 @@ pub(super) async fn run(
     deadline: Instant,
 ) -> Result<(), Refusal> {
     let (chunk, depth) = if held.gives_way { (SMALL, ALONE) } else { (CHUNK, DEPTH) };
-    let mut flight = Flight::new();
+    let mut flight = Flight::new(shared, import, control, held, slots, deadline);
     let mut known = 0;
     let mut complete = false;
     while known < slots.len() {
@@ -56,7 +56,7 @@ pub(super) async fn run(
         }
         let at = position(from, known)?;
         let watch = held.peer.watch(held.lease, at, WATCH, deadline);
-        let view = flight.meanwhile(shared, import, control, watch).await??;
+        let view = flight.meanwhile(watch).await??;
         complete = view.complete;
         let readable = checked(&view, at, slots.len() - known, held)?;
         if readable.is_empty() && !complete {
@@ -66,21 +66,20 @@ pub(super) async fn run(
         for src in readable.chunks(chunk_tokens(shared, shared.pace.chunk(chunk))) {
             while flight.len() >= depth {
                 let landed = flight.next().await;
-                flight.landed(shared, import, control, landed)?;
+                flight.landed(landed)?;
             }
             if held.gives_way {
                 shared.serving.quiet(deadline).await?;
             }
             let pace = shared.pace.pass(token_bytes(shared) * src.len() as u64, deadline);
-            flight.meanwhile(shared, import, control, pace).await?;
-            let dst = &slots[known..known + src.len()];
-            flight.start(shared, control, held, src, dst, deadline)?;
+            flight.meanwhile(pace).await?;
+            flight.start(src)?;
             known += src.len();
         }
     }
     while !flight.is_empty() {
         let landed = flight.next().await;
-        flight.landed(shared, import, control, landed)?;
+        flight.landed(landed)?;
     }
     Ok(())
 }
@@ -97,21 +96,55 @@ pub(super) async fn wait_readable(held: &Held, deadline: Instant) -> Result<(), 
 type Landed = (u64, Result<ReadStats, MoverError>);
 
 /// Reads in flight, oldest first.
-struct Flight {
-    /// Number of the oldest read, then one entry per read: its tokens, and whether they have arrived.
+struct Flight<'p> {
+    shared: &'p Arc<Shared>,
+    import: ImportId,
+    control: &'p Control,
+    held: &'p Held,
+    /// Where all of it goes.
+    slots: &'p [Slot],
+    deadline: Instant,
+    /// Number of the oldest piece.
     first: u64,
-    reads: VecDeque<(usize, bool)>,
+    pieces: VecDeque<Piece>,
+    /// Tokens that have been asked for, and those that have arrived with all before them.
+    asked: usize,
     pulled: usize,
     sender: UnboundedSender<Landed>,
     arrivals: UnboundedReceiver<Landed>,
 }
 
-impl Flight {
-    fn new() -> Self {
+/// What one read fetches.
+struct Piece {
+    /// Where its tokens are at the peer.
+    src: Box<[Slot]>,
+    /// The first of its places in `Flight::slots`.
+    at: usize,
+    /// Which of the route's offers it is read over.
+    over: usize,
+    arrived: bool,
+}
+
+impl<'p> Flight<'p> {
+    fn new(
+        shared: &'p Arc<Shared>,
+        import: ImportId,
+        control: &'p Control,
+        held: &'p Held,
+        slots: &'p [Slot],
+        deadline: Instant,
+    ) -> Self {
         let (sender, arrivals) = mpsc::unbounded_channel();
         Self {
+            shared,
+            import,
+            control,
+            held,
+            slots,
+            deadline,
             first: 0,
-            reads: VecDeque::new(),
+            pieces: VecDeque::new(),
+            asked: 0,
             pulled: 0,
             sender,
             arrivals,
@@ -119,30 +152,45 @@ impl Flight {
     }
 
     fn len(&self) -> usize {
-        self.reads.len()
+        self.pieces.len()
     }
 
     fn is_empty(&self) -> bool {
-        self.reads.is_empty()
+        self.pieces.is_empty()
     }
 
-    fn start(
-        &mut self,
-        shared: &Arc<Shared>,
-        control: &Control,
-        held: &Held,
-        src: &[Slot],
-        dst: &[Slot],
-        deadline: Instant,
-    ) -> Result<(), Refusal> {
+    /// Reads the tokens that come next.
+    fn start(&mut self, src: &[Slot]) -> Result<(), Refusal> {
+        let (over, _) = self
+            .held
+            .peer
+            .route
+            .best(0, std::time::Instant::now())
+            .ok_or_else(broken)?;
+        self.pieces.push_back(Piece {
+            src: src.into(),
+            at: self.asked,
+            over,
+            arrived: false,
+        });
+        self.asked += src.len();
+        self.read(self.pieces.len() - 1)
+    }
+
+    /// Starts the read of a piece over the mover it names.
+    fn read(&self, index: usize) -> Result<(), Refusal> {
+        let (shared, piece) = (self.shared, &self.pieces[index]);
+        let offer = self.held.peer.route.offer(piece.over);
+        let path = shared.pool.path(offer.kind).ok_or_else(broken)?;
+        let dst = &self.slots[piece.at..piece.at + piece.src.len()];
         let copies = shared
             .pool
-            .copies(&held.peer.pool, src, dst)
+            .copies(path, &offer.keys, &piece.src, dst)
             .ok_or_else(|| Refusal::new(Reason::LayoutMismatch, "the peer announced other buffers"))?;
-        let number = self.first + self.reads.len() as u64;
+        let number = self.first + index as u64;
         let sender = self.sender.clone();
         let options = ReadOptions {
-            deadline: deadline.saturating_duration_since(Instant::now()),
+            deadline: self.deadline.saturating_duration_since(Instant::now()),
             checksum: shared.config.checksum,
             streams: shared.config.streams,
         };
@@ -150,31 +198,24 @@ impl Flight {
             // The pull may have given up already.
             let _ = sender.send((number, outcome));
         });
-        let started = control.read(|| {
-            shared
-                .mover
-                .read(&held.peer.data, held.lease.token, copies, options, done)
-        });
-        if !started {
-            return Err(Refusal::new(Reason::Cancelled, "the import was fenced"));
+        let (mover, token) = (&path.mover, self.held.lease.token);
+        if self
+            .control
+            .read(|| mover.read(&offer.endpoint, token, copies, options, done))
+        {
+            Ok(())
+        } else {
+            Err(Refusal::new(Reason::Cancelled, "the import was fenced"))
         }
-        self.reads.push_back((src.len(), false));
-        Ok(())
     }
 
     /// Waits for something, and takes what arrives meanwhile.
-    async fn meanwhile<T>(
-        &mut self,
-        shared: &Arc<Shared>,
-        import: ImportId,
-        control: &Control,
-        wait: impl Future<Output = T>,
-    ) -> Result<T, Refusal> {
+    async fn meanwhile<T>(&mut self, wait: impl Future<Output = T>) -> Result<T, Refusal> {
         tokio::pin!(wait);
         loop {
             tokio::select! {
                 done = &mut wait => return Ok(done),
-                landed = self.next(), if !self.is_empty() => self.landed(shared, import, control, landed)?,
+                landed = self.next(), if !self.is_empty() => self.landed(landed)?,
             }
         }
     }
@@ -187,31 +228,58 @@ impl Flight {
         }
     }
 
-    fn landed(
-        &mut self,
-        shared: &Arc<Shared>,
-        import: ImportId,
-        control: &Control,
-        (number, outcome): Landed,
-    ) -> Result<(), Refusal> {
-        let stats = outcome.map_err(|e| refused(&e))?;
-        control.arrived(stats.bytes);
-        let index = usize::try_from(number - self.first).unwrap_or(usize::MAX);
-        if let Some(read) = self.reads.get_mut(index) {
-            read.1 = true;
-        }
+    fn landed(&mut self, (number, outcome): Landed) -> Result<(), Refusal> {
+        let index = usize::try_from(number.wrapping_sub(self.first)).unwrap_or(usize::MAX);
+        let Some(piece) = self.pieces.get_mut(index) else {
+            return Ok(());
+        };
+        let stats = match outcome {
+            Ok(stats) => stats,
+            Err(error) => return self.again(index, &error),
+        };
+        piece.arrived = true;
+        let kind = self.held.peer.route.offer(piece.over).kind;
+        self.control.arrived(stats.bytes);
+        self.shared.metrics.moved_over(kind, stats.bytes);
         let before = self.pulled;
-        while let Some(&(tokens, true)) = self.reads.front() {
-            self.reads.pop_front();
+        while self.pieces.front().is_some_and(|piece| piece.arrived) {
+            self.pulled += self.pieces.pop_front().map_or(0, |piece| piece.src.len());
             self.first += 1;
-            self.pulled += tokens;
         }
         if self.pulled > before {
-            let pulled = u32::try_from(self.pulled).unwrap_or(u32::MAX);
-            shared.call(|worker, now| worker.pull_progress(import, pulled, now));
+            let (import, pulled) = (self.import, u32::try_from(self.pulled).unwrap_or(u32::MAX));
+            self.shared
+                .call(|worker, now| worker.pull_progress(import, pulled, now));
         }
         Ok(())
     }
+
+    /// XFER-9: a read that its mover could not do is done over the next one, under the same lease. The failed read writes
+    /// nothing any more (XFER-2): its outcome is here.
+    fn again(&mut self, index: usize, error: &MoverError) -> Result<(), Refusal> {
+        let route = &self.held.peer.route;
+        let over = self.pieces[index].over;
+        let next = error
+            .is_of_path()
+            .then(|| route.failed(over, std::time::Instant::now()))
+            .flatten();
+        let Some((next, news)) = next else {
+            return Err(refused(error));
+        };
+        if news {
+            let (from, to) = (route.offer(over).kind, route.offer(next).kind);
+            let peer = self.held.peer.address();
+            tracing::warn!(import = %self.import, peer, from = from.as_str(), to = to.as_str(), %error, "falling back to another mover");
+            self.shared.metrics.fell_back(from, to);
+        }
+        self.pieces[index].over = next;
+        self.read(index)
+    }
+}
+
+/// Cannot happen: a route is made of movers that both sides have.
+fn broken() -> Refusal {
+    Refusal::new(Reason::Internal, "a peer's route names no mover of ours")
 }
 
 fn token_bytes(shared: &Shared) -> u64 {
@@ -237,10 +305,10 @@ fn checked<'a>(view: &'a LeaseView, at: u32, wanted: usize, held: &Held) -> Resu
             format!("the peer answered for token {}, asked was {at}", view.from),
         ));
     }
-    if let Some(slot) = view.slots.iter().find(|slot| **slot >= held.peer.pool.slots) {
+    if let Some(slot) = view.slots.iter().find(|slot| **slot >= held.peer.slots) {
         return Err(Refusal::new(
             Reason::TransferFailed,
-            format!("the peer named slot {slot} of {}", held.peer.pool.slots),
+            format!("the peer named slot {slot} of {}", held.peer.slots),
         ));
     }
     Ok(&view.slots[..view.slots.len().min(wanted)])

@@ -15,6 +15,7 @@ use kvc_rdma::{
 
 /// A tcp mover whose peers reach it through a proxy with faults.
 pub struct Behind {
+    kind: MoverKind,
     inner: TcpMover,
     /// Where to inject faults.
     pub proxy: Proxy,
@@ -28,9 +29,15 @@ pub struct Behind {
 impl Behind {
     /// On free loopback ports.
     pub fn new() -> Arc<Self> {
+        Self::named(MoverKind::Tcp)
+    }
+
+    /// As [`Behind::new`], going by another kind's name: a second way between two workers, which can be broken.
+    pub fn named(kind: MoverKind) -> Arc<Self> {
         let inner = TcpMover::start(TcpConfig::default()).unwrap();
         let proxy = Proxy::start(inner.endpoint().parse().unwrap()).unwrap();
         Arc::new(Self {
+            kind,
             inner,
             proxy,
             largest: AtomicU64::new(0),
@@ -42,7 +49,7 @@ impl Behind {
 
 impl Mover for Behind {
     fn kind(&self) -> MoverKind {
-        self.inner.kind()
+        self.kind
     }
     fn endpoint(&self) -> String {
         self.proxy.endpoint()

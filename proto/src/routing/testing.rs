@@ -30,6 +30,7 @@ pub fn info(incarnation: u64) -> WorkerInfo {
         capacity: 1_000_000,
         max_uncached_tokens: 8192,
         layout: "l".into(),
+        movers: vec!["tcp".into()],
         draining: false,
         load: LoadReport::default(),
     }

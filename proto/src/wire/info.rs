@@ -44,6 +44,9 @@ pub struct WorkerInfo {
     pub max_uncached_tokens: u32,
     /// Fingerprint of the KV layout (XFER-6).
     pub layout: String,
+    /// The movers that peers may read its KV with, best first (XFER-9).
+    #[serde(default)]
+    pub movers: Vec<String>,
     /// Whether it refuses new work (ADM-12).
     pub draining: bool,
     /// How busy it is.

@@ -64,6 +64,8 @@ reasons! {
     ModelMismatch = "model-mismatch", 502;
     /// XFER-6: dtype, layers, heads or TP shape differ (F21).
     LayoutMismatch = "layout-mismatch", 502;
+    /// XFER-9: no mover that both workers have.
+    NoCommonMover = "no-common-mover", 502;
     /// SES-5: adapter, salt or extra key differ.
     IdentityMismatch = "identity-mismatch", 409;
     /// XFER-10: credentials missing or wrong.

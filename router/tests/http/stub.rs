@@ -505,6 +505,7 @@ fn info(state: &State) -> WorkerInfo {
         capacity: 1_000_000,
         max_uncached_tokens: 8192,
         layout: "l".into(),
+        movers: vec!["tcp".into()],
         draining: state.behaviour.lock().expect("not poisoned").draining,
         load: LoadReport {
             capacity: 1_000_000,

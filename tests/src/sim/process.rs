@@ -519,6 +519,7 @@ impl Process {
             capacity: self.w.config().capacity.into(),
             max_uncached_tokens: self.w.config().max_uncached_tokens,
             layout: String::new(),
+            movers: vec!["tcp".into()],
             draining: self.w.draining(),
             load: self.w.load(None),
         }
