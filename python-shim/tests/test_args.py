@@ -1,6 +1,7 @@
 """Flags: what the module cannot serve is refused by name at start, with the way out (SES-7, engines §2)."""
 
 import argparse
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ def server_args(**changes):
         enable_lmcache=False, enable_hisparse=False, disable_radix_cache=False, disaggregation_mode="null",
         speculative_algorithm=None, dllm_algorithm=None, enable_memory_saver=False, schedule_policy="fcfs",
         enable_streaming_session=False, kvcache_direct_max_uncached_tokens=None, kvc_config=None, kvc_role=None,
-        kvc_listen=None, kvc_peer_listen=None,
+        kvc_listen=None, kvc_peer_listen=None, force_rdma=None, ib_device=None,
     )  # fmt: skip
     return SimpleNamespace(**{**plain, **changes})
 
@@ -90,6 +91,24 @@ def test_the_listen_address_of_environment_or_file_reaches_the_http_server(monke
 def test_flags_become_settings():
     a = server_args(kvcache_direct_max_uncached_tokens=512, kvc_role="decode")
     assert args.flags_of(a) == {"max_uncached_tokens": "512", "role": "decode"}
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ([], {}),
+        (["--force-rdma"], {"force_rdma": "true"}),
+        (["--ib-device", "mlx5_0,mlx5_1:2"], {"ib_device": "mlx5_0,mlx5_1:2"}),
+    ],
+)
+def test_the_rdma_flags_reach_the_module(given, settings):
+    """XFER-9: by the engine's own parser, as its scheduler process gets them."""
+    engine = pytest.importorskip("sglang.srt.server_args").ServerArgs
+    parser = argparse.ArgumentParser()
+    engine.add_cli_args(parser)  # a flag that the engine had too would be refused here
+    parsed = parser.parse_args(["--model-path", "m", *given])
+    assert set(args.SETTINGS) <= {field.name for field in dataclasses.fields(engine)}
+    assert args.flags_of(parsed) == settings
 
 
 def test_the_flags_are_unset_by_default():

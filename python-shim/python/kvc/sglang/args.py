@@ -22,6 +22,8 @@ SETTINGS = {
     "kvc_role": "role",
     "kvc_listen": "listen",
     "kvc_peer_listen": "peer_listen",
+    "force_rdma": "force_rdma",
+    "ib_device": "ib_device",
 }
 """Server argument → the module's setting. An absent flag leaves the setting to environment, file and default."""
 
@@ -48,12 +50,23 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kvc-role", choices=["prefill", "decode", "both"], help="rust: what this worker is for.")
     parser.add_argument("--kvc-listen", metavar="IP:PORT", help="rust: the module's HTTP listener.")
     parser.add_argument("--kvc-peer-listen", metavar="IP:PORT", help="rust: the module's peer control plane.")
+    parser.add_argument(
+        "--force-rdma",
+        action="store_true",
+        default=None,
+        help="rust: move KV over RDMA only, and do not start without a device that works.",
+    )
+    parser.add_argument(
+        "--ib-device",
+        metavar="DEV[:PORT][,DEV...]",
+        help="rust: the RDMA devices to move KV with; the start fails if one does not work. Default: the best ones.",
+    )
 
 
 def flags_of(server_args: ServerArgs) -> dict[str, str]:
     """The module's settings that were given as flags."""
     given = ((setting, getattr(server_args, name)) for name, setting in SETTINGS.items())
-    return {setting: str(value) for setting, value in given if value is not None}
+    return {setting: _text(value) for setting, value in given if value is not None}
 
 
 def check(server_args: ServerArgs) -> None:
@@ -120,6 +133,10 @@ def _conflicts(a: ServerArgs) -> list[tuple[bool, str, str]]:
             "unset that variable",
         ),
     ]
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _free_port(host: str) -> int:
