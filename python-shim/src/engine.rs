@@ -326,7 +326,8 @@ impl Engine {
     }
 }
 
-/// Reads file, environment and flags as `Engine` will and returns what the parent process must know: `listen`, `drain_ms`.
+/// Reads file, environment and flags as `Engine` will and returns what the Python side must know: `listen`, `drain_ms`,
+/// `movers`.
 /// `ConfigurationError` says in one line what is wrong and how to fix it.
 #[pyfunction]
 pub(crate) fn settings<'py>(py: Python<'py>, flags: BTreeMap<String, String>) -> PyResult<Bound<'py, PyDict>> {
@@ -334,6 +335,8 @@ pub(crate) fn settings<'py>(py: Python<'py>, flags: BTreeMap<String, String>) ->
     let out = PyDict::new(py);
     out.set_item("listen", config.listen.to_string())?;
     out.set_item("drain_ms", config.drain.as_millis().to_string())?;
+    let movers: Vec<_> = config.movers.iter().map(|kind| kind.as_str()).collect();
+    out.set_item("movers", movers.join(","))?;
     Ok(out)
 }
 

@@ -3,7 +3,7 @@
 use kvc_cuda::{Buffer, Device, Dtype, KvLayout, Shape};
 use pyo3::prelude::*;
 
-use crate::error::configuration;
+use crate::{error::configuration, shared::SharedMemory};
 
 /// Where the KV of every token slot lies.
 #[pyclass(frozen, module = "kvc._native")]
@@ -12,9 +12,9 @@ pub(crate) struct Layout(pub(crate) KvLayout);
 #[pymethods]
 impl Layout {
     /// `buffers`: (address, bytes per token slot, token slots) of the K buffers in layer order, then the V buffers. They must
-    /// stay mapped as long as the process serves.
+    /// stay mapped as long as the process serves. `shared`: the memory that all of them lie in, if peers are to map it.
     #[new]
-    #[pyo3(signature = (*, dtype, device, layers, kv_heads, head_dim, page_tokens, buffers))]
+    #[pyo3(signature = (*, dtype, device, layers, kv_heads, head_dim, page_tokens, buffers, shared=None))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -25,6 +25,7 @@ impl Layout {
         head_dim: u32,
         page_tokens: u32,
         buffers: Vec<(u64, u32, u32)>,
+        shared: Option<&SharedMemory>,
     ) -> PyResult<Self> {
         let shape = Shape {
             dtype: Dtype::parse(dtype)
@@ -49,6 +50,10 @@ impl Layout {
         // refused at start); obligation 4: the machine frees leased slots and gives landing slots out only after the fence.
         let layout = unsafe { KvLayout::from_raw(shape, device, buffers) };
         layout
+            .and_then(|layout| match shared {
+                Some(memory) => layout.within(&memory.0),
+                None => Ok(layout),
+            })
             .map(Self)
             .map_err(|error| configuration(py, format!("the KV pool is not supported: {error}")))
     }

@@ -13,6 +13,7 @@ mod layout;
 mod memory;
 mod module;
 mod rows;
+mod shared;
 mod tag;
 mod turn;
 
@@ -26,6 +27,7 @@ mod _native {
         frees::Frees,
         layout::Layout,
         rows::Rows,
+        shared::SharedMemory,
         tag::TurnTag,
         turn::Turn,
     };

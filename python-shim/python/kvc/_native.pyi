@@ -1,3 +1,4 @@
+import sys
 from typing import final
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Land",
     "Layout",
     "Rows",
+    "SharedMemory",
     "Turn",
     "TurnTag",
     "__version__",
@@ -34,6 +36,13 @@ class TurnTag:
     def prefill(self) -> bool: ...
 
 @final
+class SharedMemory:
+    def __new__(cls, bytes: int) -> SharedMemory: ...
+    def __len__(self) -> int: ...
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
 class Layout:
     def __new__(
         cls,
@@ -45,6 +54,7 @@ class Layout:
         head_dim: int,
         page_tokens: int,
         buffers: list[tuple[int, int, int]],
+        shared: SharedMemory | None = None,
     ) -> Layout: ...
     @property
     def fingerprint(self) -> str: ...

@@ -27,4 +27,5 @@ def of(pool: Any, page_tokens: int) -> Layout:
         head_dim=pool.head_dim,
         page_tokens=page_tokens,
         buffers=[(base, row, size // row) for base, row, size in zip(bases, rows, sizes, strict=True)],
+        shared=getattr(pool, "kvc_memory", None),
     )
