@@ -7,6 +7,10 @@
 pub mod admission;
 pub mod block;
 pub mod id;
+#[cfg(any(test, feature = "mutation"))]
+pub mod mutation;
+#[cfg(not(any(test, feature = "mutation")))]
+mod mutation;
 pub mod policy;
 pub mod routing;
 pub mod session;

@@ -10,8 +10,8 @@ use std::{
 
 use kvc_proto::{
     id::ReservationId,
+    mutation::{Check, without},
     wire::{admit::WithdrawAnswer, info::Standing, reason::Reason},
-    worker::mutation::{Check, without},
 };
 use kvc_tests::sim::{
     Oracle, Violation,

@@ -5,10 +5,7 @@
 //! own random lives catch it. `ReplicaRefuses`, because no router offers a number that one worker owns to another;
 //! `handover.rs` does and catches it.
 
-use kvc_proto::{
-    routing::mutation as routing,
-    worker::mutation::{Check, without},
-};
+use kvc_proto::mutation::{Check, without};
 use kvc_tests::sim::{Limits, Oracle, Violation, run};
 
 /// Worlds that a mutation may take to be caught.
@@ -156,13 +153,6 @@ fn reset_on_success() {
     });
 }
 
-fn router_catches(check: routing::Check, oracles: &[Oracle]) {
-    let limits = Limits::default();
-    caught(&format!("{check:?}"), &limits, oracles, |seed| {
-        routing::without(check, || run(seed, &limits).map(drop))
-    });
-}
-
 #[test]
 fn only_an_equal_copy_is_handed_over_to() {
     // MIG-1: the single commit decision, its first half
@@ -211,14 +201,11 @@ fn ids_are_left_out_only_where_digests_agree() {
 #[test]
 fn the_pending_target_is_asked_first() {
     // MIG-2
-    router_catches(routing::Check::PendingAskedFirst, &[Oracle::PendingFirst]);
+    catches(Check::PendingAskedFirst, &[Oracle::PendingFirst]);
 }
 
 #[test]
 fn every_placement_takes_a_fresh_number() {
     // SES-4
-    router_catches(
-        routing::Check::FreshNumber,
-        &[Oracle::OneOwnerOfPlacement, Oracle::OneHolder],
-    );
+    catches(Check::FreshNumber, &[Oracle::OneOwnerOfPlacement, Oracle::OneHolder]);
 }

@@ -2,11 +2,9 @@
 
 use crate::{
     block,
+    mutation::off,
     wire::{admit::Mode, reason::Reason},
-    worker::{
-        api::{CapacityRule, WorkerConfig},
-        mutation::off,
-    },
+    worker::api::{CapacityRule, WorkerConfig},
 };
 
 use super::Ledger;

@@ -11,10 +11,6 @@ mod explore;
 mod invariants;
 pub mod leave;
 mod moving;
-#[cfg(any(test, feature = "mutation"))]
-pub mod mutation;
-#[cfg(not(any(test, feature = "mutation")))]
-mod mutation;
 pub mod reject;
 pub mod resident;
 pub mod score;

@@ -3,6 +3,7 @@
 use crate::{
     admission::{Charge, Reservation, decide},
     id::{ReservationId, TurnId},
+    mutation::off,
     session::{Copy, Hold, Key, Phase, SessionState, Turn, TurnPrompt, history},
     time::Now,
     wire::{
@@ -11,7 +12,7 @@ use crate::{
     },
 };
 
-use super::{Arrival, Effect, Frees, Prompt, Timer, Worker, mutation::off};
+use super::{Arrival, Effect, Frees, Prompt, Timer, Worker};
 
 impl Worker {
     /// A session's turn has reached the scheduler. Under its grant it takes the charge over; without one it is admitted

@@ -4,12 +4,13 @@
 use crate::{
     block,
     id::{LeaseId, Placement, PrefixHandle, ReservationId, TurnId},
+    mutation::off,
     session::{Hold, Key, SessionState, Standing, evict, state::Marks},
     time::Now,
     wire::reason::{Reason, Refusal},
 };
 
-use super::{Effect, Frees, Timer, Worker, mutation::off};
+use super::{Effect, Frees, Timer, Worker};
 
 impl Worker {
     /// Recomputes one session's part of the sums and its place in the order, and forgets what is not worth a record.

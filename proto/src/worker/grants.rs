@@ -3,6 +3,7 @@
 use crate::{
     admission::{Charge, Question, Reservation, Verdict, decide},
     id::{ReservationId, SessionId},
+    mutation::off,
     session::{Key, SessionState},
     time::Now,
     wire::{
@@ -11,7 +12,7 @@ use crate::{
     },
 };
 
-use super::{Effect, Timer, Worker, mutation::off};
+use super::{Effect, Timer, Worker};
 
 impl Worker {
     /// May this turn run here? The answer waits for nothing (ADM-11). A grant is idempotent by its request key; a

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::{
     id::{ImportId, SessionId},
+    mutation::off,
     session::{Copy, SessionState, Standing},
     time::Now,
     transfer::{ImportPhase, Purpose},
@@ -17,7 +18,6 @@ use crate::{
 use super::{
     Effect, Handover, HandoverAnswer, ImportDone, Timer, Worker,
     change::{is_stale, stale_text},
-    mutation::off,
 };
 
 /// Before a hand-over is asked for again.

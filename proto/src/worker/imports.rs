@@ -5,6 +5,7 @@ use std::{sync::Arc, time::Duration};
 use crate::{
     admission::{Charge, Reservation, decide},
     id::{ImportId, ReservationId, SessionId},
+    mutation::off,
     session::{Key, SessionState, history},
     time::Now,
     transfer::{Import, ImportPhase, Purpose, import::Offer},
@@ -14,9 +15,7 @@ use crate::{
     },
 };
 
-use super::{
-    Dropped, Effect, Have, ImportDone, LeaseGrant, LeaseKind, Timer, Token, Worker, change::stale_text, mutation::off,
-};
+use super::{Dropped, Effect, Have, ImportDone, LeaseGrant, LeaseKind, Timer, Token, Worker, change::stale_text};
 
 impl Worker {
     /// Starts an import; [`ImportRequest`] says which of its four kinds.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::{
     id::{LeaseId, Placement, TurnId},
+    mutation::off,
     session::{Key, Phase, SessionState, Started},
     time::Now,
     transfer::Lease,
@@ -13,7 +14,6 @@ use crate::{
 use super::{
     Effect, Have, Identity, LeaseAnswer, LeaseGrant, LeaseKind, LeaseRequest, LeaseView, Timer, Token, Worker,
     change::{is_stale, stale_text},
-    mutation::off,
 };
 
 /// What a lease would cover.

@@ -18,10 +18,6 @@ mod grants;
 mod handover;
 mod imports;
 mod leases;
-#[cfg(any(test, feature = "mutation"))]
-pub mod mutation;
-#[cfg(not(any(test, feature = "mutation")))]
-pub(crate) mod mutation;
 mod poll;
 mod replica;
 mod room;

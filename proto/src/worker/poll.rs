@@ -4,6 +4,7 @@
 use crate::{
     block::{self, Table},
     id::{ImportId, PrefixHandle},
+    mutation::off,
     session::{Chain, Copy, Digest, Hold, Key, Session, evict::Class, history},
     time::Now,
     transfer::{
@@ -13,7 +14,7 @@ use crate::{
     wire::reason::{Reason, Refusal},
 };
 
-use super::{Command, Effect, Frees, Handover, ImportDone, Load, Snapshot, Timer, Worker, mutation::off};
+use super::{Command, Effect, Frees, Handover, ImportDone, Load, Snapshot, Timer, Worker};
 
 impl Worker {
     /// Takes the engine's numbers in and hands out what its thread has to do now.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::{
     id::{Epoch, ImportId, SessionId},
+    mutation::off,
     session::{Hold, Key, SessionState, Standing, Wish},
     time::Now,
     transfer::Purpose,
@@ -14,7 +15,7 @@ use crate::{
     },
 };
 
-use super::{Announcement, Effect, Timer, Worker, change::stale_text, mutation::off};
+use super::{Announcement, Effect, Timer, Worker, change::stale_text};
 
 /// Pulls of one announcement that may fail; the next commit announces again.
 const TRIES: u32 = 3;

@@ -4,11 +4,12 @@ use crate::{
     admission::{Charge, decide},
     block,
     id::{PrefixHandle, TurnId},
+    mutation::off,
     session::{Chain, Copy, Hold, Key, Phase, SessionState, Started, TurnPrompt},
     time::Now,
 };
 
-use super::{Effect, Frees, Matched, Rollback, Token, Worker, mutation::off};
+use super::{Effect, Frees, Matched, Rollback, Token, Worker};
 
 impl Worker {
     /// What the engine should match. No effect at all: it asks again, reorders and drops requests without telling.

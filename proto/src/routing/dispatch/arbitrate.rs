@@ -4,9 +4,9 @@
 use super::{Dispatch, Effect, Facts, Reseed, State};
 use crate::{
     id::{Epoch, Placement},
+    mutation::off,
     routing::{
         Router,
-        mutation::off,
         resident::higher,
         session::{Pending, SessionStore},
         view::{At, Health, WorkerIndex},

@@ -4,9 +4,9 @@
 use super::{Dispatch, Effect, ExecutionMode, Handover, Prefill, Run, State, Then};
 use crate::{
     id::{Epoch, Placement},
+    mutation::off,
     routing::{
         Router,
-        mutation::off,
         resident::{Resident, higher},
         session::SessionStore,
         view::{Ticket, View, WorkerIndex},

@@ -13,9 +13,9 @@ use super::{
 };
 use crate::{
     id::RouterId,
+    mutation::{Check, without},
     routing::{
         Dispatch, Effect, Event, MemoryStore, RouterConfig, Turn,
-        mutation::{Check, without},
         testing::{D0, D1, D2, info, view},
     },
     wire::{admit::ImportAnswer, info::Standing},

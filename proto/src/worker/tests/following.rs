@@ -6,12 +6,13 @@ use super::{
     peers::Peers,
 };
 use crate::{
+    mutation::{Check, without},
     wire::{
         admit::{Mode, ReleaseRequest, Source},
         info::Standing,
         reason::Reason,
     },
-    worker::{mutation::*, *},
+    worker::*,
 };
 
 /// The last token of an answer has no KV yet.

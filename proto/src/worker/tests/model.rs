@@ -682,7 +682,7 @@ fn the_lives_reach_every_corner() {
 /// Each check, switched off, is noticed by an oracle of the lives.
 #[test]
 fn every_check_is_missed_when_it_is_off() {
-    use crate::worker::mutation::{Check::*, without};
+    use crate::mutation::{Check::*, without};
     let checks = [
         RevokePastCut,
         RetireUnderLease,

@@ -9,12 +9,13 @@ use super::{
 };
 use crate::{
     id::*,
+    mutation::{Check, without},
     wire::{
         admit::{MovedTo, Source, WithdrawAnswer},
         info::Standing,
         reason::{Reason, Refusal},
     },
-    worker::{mutation::*, *},
+    worker::*,
 };
 
 fn owned(page: u32) -> (Peers, Vec<Token>) {

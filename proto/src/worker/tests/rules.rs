@@ -767,7 +767,7 @@ fn only_so_many_names_are_remembered() {
 /// Checks that no random life needs: their own story misses them.
 #[test]
 fn the_stories_miss_the_other_checks_when_they_are_off() {
-    use crate::worker::mutation::{Check, without};
+    use crate::mutation::{Check, without};
     let stories: [(Check, fn()); 3] = [
         (Check::ChargeUntilFinish, a_seed_is_charged_from_grant_to_finish),
         (Check::StalePlacement, an_older_placement_is_stale_everywhere),

@@ -16,7 +16,7 @@ macro_rules! off {
 #[cfg(any(test, feature = "mutation"))]
 macro_rules! off {
     ($check:ident) => {
-        $crate::worker::mutation::is_off($crate::worker::mutation::Check::$check)
+        $crate::mutation::is_off($crate::mutation::Check::$check)
     };
 }
 
@@ -79,6 +79,10 @@ mod switch {
         HaveDigest,
         /// SES-4: a copy kept for another owner runs no turn under that owner's placement.
         ReplicaRefuses,
+        /// MIG-2: the router asks or waits out the target of a move before it makes another placement.
+        PendingAskedFirst,
+        /// SES-4: every placement takes a number of its own.
+        FreshNumber,
     }
 
     thread_local! {
