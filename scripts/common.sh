@@ -27,3 +27,16 @@ step() {
 }
 
 die() { printf '%s\n' "$*" >&2; exit 1; }
+
+# What the workspace's tests and checks are built with, the same everywhere: another set is another compile.
+features() {
+  local set=kvc-rdma/perf
+  ! can_build_verbs || set+=,kvc-rdma/verbs,kvc-engine-ext/verbs,kvc-python-shim/verbs
+  echo "$set"
+}
+
+# Whether ibverbs-sys can be built: it asks cmake and libclang; and rdma-core's library to link with (ADR 0081).
+can_build_verbs() {
+  command -v cmake >/dev/null && compgen -G '/usr/lib/llvm-*/lib/libclang[.-][s0-9]*' >/dev/null &&
+    [ "$(cc -print-file-name=libibverbs.so 2>/dev/null)" != libibverbs.so ]
+}

@@ -24,8 +24,8 @@ timeout -k 5 "${LIMIT:-180}" nice -n "${NICE:-10}" "$qemu" \
   -append "console=ttyS0 quiet panic=-1 mitigations=off rdinit=/init random.trust_cpu=on ${APPEND:-}" \
   -serial "file:$logs/console" -serial "file:$logs/output" \
   -device isa-debug-exit,iobase=0xf4,iosize=0x04 "$@" || status=$?
-sed 's/^/| /' "$logs/console"
-cat "$logs/output"
+tr -d "\r" < "$logs/console" | sed "s/^/| /"
+tr -d "\r" < "$logs/output"
 [ "$status" != 124 ] && [ "$status" != 137 ] || { echo "guest: no end after ${LIMIT:-180} s" >&2; exit 124; }
 grep -q '^\[guest .*\] exit=' "$logs/console" || { echo "guest: died without a status" >&2; exit 125; }
 exit $((status >> 1))

@@ -1,6 +1,6 @@
 #!/bin/busybox sh
-# Process 1 of the guest: mounts, loads modules, makes the links of /topology.sh, runs /run.sh and hands its exit status
-# to the host through the debug-exit port.
+# Process 1 of the guest: mounts, loads modules, makes the topology named in /topology, runs /run.sh and hands its exit
+# status to the host through the debug-exit port. GUEST is the guest's number where there are two.
 /bin/busybox --install -s /bin 2>/dev/null
 export PATH=/bin:/sbin HOME=/ LD_LIBRARY_PATH=/lib/x86_64-linux-gnu:/usr/lib/x86_64-linux-gnu
 mount -t devtmpfs dev /dev
@@ -20,9 +20,11 @@ done < /mods/order
 
 ulimit -l unlimited   # memory registration locks pages
 ulimit -n 65536
-IP=/opt/bin/ip
-$IP link set lo up
-. /topology.sh
+ip link set lo up
+GUEST=$(sed -n 's/.*guest=\([0-9]*\).*/\1/p' /proc/cmdline)
+export GUEST
+read -r topology < /topology
+topology "$topology" || { say "topology $topology failed"; finish 125; }
 say "up, kernel $(uname -r), devices: $(ls /sys/class/infiniband 2>/dev/null | tr '\n' ' ')"
 /run.sh > /dev/ttyS1 2>&1 < /dev/null
 finish $?

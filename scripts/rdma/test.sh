@@ -1,92 +1,87 @@
 #!/usr/bin/env bash
-# usage: scripts/rdma/test.sh [TEST FILTER]
-# The RDMA tests: the verbs mover against the kernel's software RoCE, in guests that prepare.sh makes. On one device and on
-# two, with faults, between two machines, and on machines that lack the library or the device. A guest without a device
-# fails; a machine that cannot have the emulator is told so, and the tests are skipped. `make rdmatest` calls this; `make test` does
-# not yet.
+# usage: scripts/rdma/test.sh
+# The tests that need RDMA devices, over the kernel's software RoCE in guests that prepare.sh makes: the verbs mover on one
+# device and on two, with faults, between two machines, and on machines that lack the library, the kernel's part or
+# the device. Part of `make test`; `make rdmatest` calls it alone. A guest without a device fails. Exit status 3: this
+# machine cannot have the guest, nothing was tested.
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-cd "$here/../.."
+cd "$root"
 
-skipped=0
-scripts/rdma/prepare.sh || skipped=$?
-if [ "$skipped" = 3 ]; then
-  echo "rdma tests: SKIPPED, this machine cannot run the guest (see above)"
-  exit 0
-elif [ "$skipped" != 0 ]; then
-  exit "$skipped"
-fi
+# TITLE|TOPOLOGY|[NAME=VALUE...] TEST BINARY [ARGUMENTS...]: what one guest runs, in this order.
+parts='suite, one device|one|verbs
+keys and queue pairs|one|kvc_rdma verbs::tests
+allocations|one|verbs_allocations
+suite, two devices|pair|verbs
+faults|rails|verbs_faults
+without a device|none|KVC_RDMA_EXPECT=device verbs_absent
+without the kernel modules|no-kernel|KVC_RDMA_EXPECT=kernel verbs_absent
+without the library|no-library|KVC_RDMA_EXPECT=library verbs_absent'
 
-# The crate is compiled optimised: the guest is emulated, and most of its time would go to test code.
-cargo=(cargo test --quiet -p kvc-rdma --features verbs --config profile.dev.package.kvc-rdma.opt-level=2)
-binaries=$(mktemp)
-trap 'rm -f "$binaries"' EXIT
-tests=(verbs verbs_faults verbs_allocations verbs_absent verbs_hosts verbs_trees)
-"${cargo[@]}" --no-run --message-format json --lib "${tests[@]/#/--test=}" |
-  sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' > "$binaries"
-binary() { grep -E "/$1-[0-9a-f]+\$" "$binaries" | tail -1; }
+# What two guests on one wire run, both of them.
+hosts='two machines|net|verbs_hosts'
 
-# part TITLE TOPOLOGY TEST [ARGUMENTS...]: quiet unless it fails.
-part() {
-  local title=$1 topology=$2 test=$3 from=$SECONDS rc=0 log
-  shift 3
-  log=$(mktemp)
-  TOPOLOGY=$topology "$here/runner.sh" "$(binary "$test")" --test-threads=1 "$@" > "$log" 2>&1 || rc=$?
-  report "$title" "$rc" "$log" "$from"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failed=0
+
+main() {
+  scripts/rdma/prepare.sh || exit
+  can_build_verbs || { say "rdma: the verbs mover cannot be built here"; exit 3; }
+  build
+  # One binary for every machine: nothing of it is linked to the library.
+  ! readelf -d "$work/bin/verbs_absent" | grep -q 'NEEDED.*ibverbs' || die "rdma: FAILED, the binary needs libibverbs.so to start"
+  in_a_guest "$parts" guest.sh
+  in_a_guest "$hosts" two-guests.sh
+  [ $failed = 0 ] || die "rdma: FAILED"
 }
 
-report() {   # TITLE STATUS LOG FROM
-  local counted
-  counted=$(sed -n 's/.*test result: [a-zA-Z]*\. \([0-9]* passed; [0-9]* failed\).*/\1/p' "$3" | paste -sd '+')
-  if [ "$2" != 0 ] || [ -z "$counted" ]; then
-    cat "$3"
-    echo "rdma tests: $1 FAILED (exit status $2)"
-    exit 1
+# The workspace's test binaries that the tables name, without debug information, as $work/bin/NAME.
+build() {
+  local names path
+  names=$(sed 's/.*|//; s/[A-Z_]*=[^ ]* //; s/ .*//' <<<"$parts"$'\n'"$hosts" | sort -u)
+  # shellcheck disable=SC2046
+  cargo test --workspace --features "$(features)" --quiet --no-run --message-format json --lib \
+    $(grep -v '^kvc_' <<<"$names" | sed 's/^/--test=/') | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' > "$work/paths"
+  mkdir "$work/bin"
+  while read -r path; do
+    ! grep -qx "$(basename "${path%-*}")" <<<"$names" || strip --strip-debug -o "$work/bin/$(basename "${path%-*}")" "$path"
+  done < "$work/paths"
+}
+
+# in_a_guest TABLE SCRIPT: runs a table, and tells of each line what came out.
+in_a_guest() {
+  local title log=$work/log rc=0 files
+  echo "$1" > "$work/parts"
+  mapfile -t files < <(sed "s/.*|//; s/[A-Z_]*=[^ ]* //; s/ .*//; s,^,$work/bin/," <<<"$1" | sort -u)
+  TOPOLOGY=none LIMIT=${LIMIT:-900} "$here/$2" "$here/parts.sh" "$work/parts" "${files[@]}" > "$log" 2>&1 || rc=$?
+  while IFS='|' read -r title _; do report "$title" "$log"; done <<<"$1"
+  [ $rc != 0 ] || return 0
+  failed=1
+  grep -E '^([12]: )?(\| |guest)' "$log" | tail -30
+  say "rdma: the guest FAILED (exit status $rc)"
+}
+
+# One line for a part, all that it printed if it failed. A part that ran no test has shown nothing: failed as well.
+report() {
+  local passed=0 worst=1 seconds=0
+  # shellcheck disable=SC2034
+  read -r passed worst seconds < <(awk -v title="$1" -v part="$work/part" '
+    BEGIN {printf "" > part}
+    {line = $0; sub(/^[12]: /, "", line)}
+    line == "=== begin " title {on = 1}
+    on {print > part}
+    on && match(line, /test result: ok\. [0-9]+/) {passed += substr(line, RSTART + 17, RLENGTH - 17)}
+    index(line, "=== end ") == 1 && on {on = 0; split(line, end, " "); ends++; if (end[3] > worst) worst = end[3]; seconds = end[5] - end[4]}
+    END {printf "%d %d %.0f\n", passed, ends ? worst : 125, seconds}' "$2")
+  if [ "$worst" = 0 ] && [ "$passed" -gt 0 ]; then
+    say "rdma: $1: $passed passed in $seconds s"
+  else
+    cat "$work/part"
+    say "rdma: $1: FAILED (exit status $worst, $passed passed)"
+    failed=1
   fi
-  echo "rdma tests: $1: $counted in $((SECONDS - $4)) s"
-  rm -f "$3"
 }
 
-# The loader cannot find the library there.
-without_library() {
-  local from=$SECONDS rc=0 log script
-  log=$(mktemp)
-  script=$(mktemp)
-  printf '#!/bin/busybox sh\nfind / -xdev -name "libibverbs.so*" -exec rm {} +\nKVC_RDMA_EXPECT=library exec /bin/%s\n' \
-    "$(basename "$(binary verbs_absent)")" > "$script"
-  "$here/guest.sh" "$script" "$(binary verbs_absent)" > "$log" 2>&1 || rc=$?
-  rm -f "$script"
-  report "without the library" "$rc" "$log" "$from"
-}
-
-two_machines() {
-  local from=$SECONDS rc=0 log script
-  log=$(mktemp)
-  script=$(mktemp)
-  printf '#!/bin/busybox sh\nexport KVC_RDMA_GUEST=1\nexec /bin/%s\n' "$(basename "$(binary verbs_hosts)")" > "$script"
-  "$here/two-guests.sh" "$script" "$(binary verbs_hosts)" > "$log" 2>&1 || rc=$?
-  rm -f "$script"
-  report "two machines" "$rc" "$log" "$from"
-}
-
-# One binary for every machine: nothing of it is linked to the library.
-if readelf -d "$(binary verbs_absent)" | grep -q 'NEEDED.*ibverbs'; then
-  echo "rdma tests: the binary needs libibverbs.so to start: FAILED"
-  exit 1
-fi
-
-if [ $# = 0 ]; then
-  cargo clippy --quiet -p kvc-rdma --all-targets --features verbs -- -D warnings
-  "${cargo[@]}" --doc verbs
-  "$(binary kvc_rdma)" -q verbs::
-  "$(binary verbs_trees)" -q
-fi
-part "suite, one device" one verbs "$@"
-part "suite, two devices" pair verbs "$@"
-[ $# = 0 ] || exit 0
-part "faults" rails verbs_faults
-part "keys and queue pairs" one kvc_rdma verbs::tests
-part "allocations" one verbs_allocations
-KVC_RDMA_EXPECT=device PASS=KVC_RDMA_EXPECT part "without a device" none verbs_absent
-without_library
-two_machines
+main

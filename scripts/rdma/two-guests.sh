@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # usage: scripts/rdma/two-guests.sh SCRIPT [FILE...]
-# Boots two guests on one wire and runs SCRIPT in both; it sees GUEST=1 or 2, addresses 10.88.0.1 and .2, device rxe0.
+# Boots two guests on one wire and runs SCRIPT in both. It sees GUEST=1 or 2; with the topology net (unless TOPOLOGY names
+# another to begin with) addresses 10.88.0.1 and .2 and the device rxe0.
 # Exit status 0 only if both scripts gave 0. PORT is the host's port for the wire.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-TOPOLOGY=net IMAGE_ONLY=$work/image "$here/guest.sh" "$@"
+TOPOLOGY=${TOPOLOGY:-net} IMAGE_ONLY=$work/image "$here/guest.sh" "$@"
 guest() {   # NUMBER listen|connect
   CPUS=1 APPEND="guest=$1 net.ifnames=0" "$here/boot.sh" "$work/image" \
     -netdev "socket,id=wire,$2=127.0.0.1:${PORT:-14831}" \
