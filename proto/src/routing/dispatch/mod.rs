@@ -488,6 +488,8 @@ impl State {
 #[cfg(test)]
 mod move_tests;
 #[cfg(test)]
+mod refusal_tests;
+#[cfg(test)]
 mod reseed_tests;
 #[cfg(test)]
 mod tests;
