@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +62,22 @@ def test_the_start_stops_with_one_line(capsys):
     assert stopped.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("kvc: --session-aware-cache rust does not work with --dp-size above 1: ")
+
+
+def test_what_is_found_wrong_in_the_scheduler_ends_the_engine_with_one_line(capsys, monkeypatch):
+    """Known only once the model is loaded; who started the scheduler is told, as of the engine's own errors."""
+    pytest.importorskip("sglang")
+    from kvc.sglang import hooks
+
+    told = []
+    monkeypatch.setattr(hooks.os, "kill", lambda *call: told.append(call))
+    scheduler = SimpleNamespace(is_hybrid_swa=False, is_hybrid_ssm=True, is_generation=True, disable_radix_cache=False)
+    scheduler.model_config = SimpleNamespace(is_encoder_decoder=False)
+    with pytest.raises(SystemExit) as stopped:
+        hooks.attach(scheduler)
+    assert stopped.value.code == 2 and told == [(os.getppid(), signal.SIGQUIT)]
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvc: --session-aware-cache rust does not work with recurrent state")
 
 
 def test_a_wrong_setting_is_named_with_its_source(capsys, monkeypatch):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import sys
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from zmq import POLLIN
 
 from kvc._native import Abort, Engine, Turn, TurnTag
-from kvc.errors import Refused
+from kvc.errors import ConfigurationError, Refused
 from kvc.sglang import args, layout
 from kvc.sglang.cache import KvcCache, Run
 from kvc.sglang.http import ROUTING_KEY
@@ -37,7 +39,18 @@ STUCK_ITERATIONS = 3
 
 
 def attach(scheduler: Scheduler) -> Hooks:
-    """Starts the module in this scheduler process and puts the cache in its place."""
+    """Starts the module in this scheduler process and puts the cache in its place. What is wrong with the configuration
+    ends the engine with one line."""
+    try:
+        return _attached(scheduler)
+    except ConfigurationError as error:
+        print(f"kvc: {error}", file=sys.stderr, flush=True)
+        # The engine's own way to end after an error here, less the traceback.
+        os.kill(os.getppid(), signal.SIGQUIT)
+        raise SystemExit(2) from None
+
+
+def _attached(scheduler: Scheduler) -> Hooks:
     args.check_scheduler(scheduler)
     engine = Engine(
         flags=args.flags_of(scheduler.server_args),
