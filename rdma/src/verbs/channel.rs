@@ -13,7 +13,8 @@ use mio::net::TcpStream;
 use super::{
     config::VerbsConfig,
     door::{Door, Shared},
-    queue_pair::QueuePair,
+    error::VerbsError,
+    rail::Rail,
     wire::{self, End, Grant, Hello, RegionKeys},
 };
 use crate::{
@@ -24,6 +25,8 @@ use crate::{
 
 /// Answers that wait on one channel; above it no more questions are taken from it (back-pressure).
 const MAX_OUT: usize = 256 << 10;
+/// Receives of one channel before the others have their turn.
+const TURN: usize = 8;
 
 #[derive(Debug)]
 pub(super) struct Channel {
@@ -35,8 +38,8 @@ pub(super) struct Channel {
     out: Vec<u8>,
     out_sent: usize,
     state: State,
-    /// When bytes last came.
-    moved: Instant,
+    /// When it was accepted, when the last message was whole, or when one began: what its peer is waited for from.
+    since: Instant,
     /// Payload bytes granted.
     #[cfg(feature = "fault")]
     granted: u64,
@@ -72,7 +75,7 @@ impl Channel {
             out: Vec::new(),
             out_sent: 0,
             state: State::Greeting,
-            moved: now,
+            since: now,
             #[cfg(feature = "fault")]
             granted: 0,
         }
@@ -96,15 +99,16 @@ impl Channel {
 
     /// Whether its socket has something for it.
     pub(super) fn is_ready(&self) -> bool {
-        self.readable || (self.writable && self.out_sent < self.out.len())
+        (self.readable && !self.is_held_back()) || (self.writable && self.out_sent < self.out.len())
     }
 
-    /// Takes what came, answers it, and looks whether the lease lives; `false` when the channel is to be closed.
+    /// Takes what came, answers it, and looks whether the lease lives; `false` when the channel is to be closed. What is
+    /// more than a turn is left for the next.
     pub(super) fn drive(&mut self, shared: &Shared, config: &VerbsConfig, now: Instant) -> bool {
         if self.watch(now) == Err(Lost) || self.is_overdue(config, now) {
             return false;
         }
-        loop {
+        for _ in 0..TURN {
             let Ok(read) = self.read(now) else { return false };
             if self.take(shared, config, now) == Err(Lost) || self.write().is_err() {
                 return false;
@@ -126,43 +130,51 @@ impl Channel {
         };
         if let Some(denied) = denied {
             open.door.shut();
-            self.end(Head {
+            let notice = Head {
                 status: status(denied),
                 id: 0,
                 len: 0,
                 fact: 0,
-            });
+            };
+            self.end(notice, now);
         }
         Ok(())
     }
 
-    fn end(&mut self, head: Head) {
+    fn end(&mut self, head: Head, now: Instant) {
         encode_head(&mut self.out, &head);
         self.state = State::Ended;
+        self.since = now;
     }
 
+    /// Nobody is waited for longer than this (F12), however often it sends a byte.
     fn is_overdue(&self, config: &VerbsConfig, now: Instant) -> bool {
-        let limit = match self.state {
-            State::Greeting => config.request,
-            State::Open(_) => config.idle,
-            State::Ended => config.stall,
+        let limit = match (&self.state, self.input.is_empty()) {
+            (State::Greeting, _) | (State::Open(_), false) => config.request,
+            (State::Open(_), true) => config.idle,
+            (State::Ended, _) => config.stall,
         };
-        now.saturating_duration_since(self.moved) >= limit
+        now.saturating_duration_since(self.since) >= limit
+    }
+
+    /// Whether nothing is to be read from it now.
+    fn is_held_back(&self) -> bool {
+        matches!(self.state, State::Ended) || self.out.len() >= MAX_OUT || self.input.len() >= MAX_REQUEST
     }
 
     /// Whether bytes came; the stream's end is an error here, for whatever is due has no reader any more.
     fn read(&mut self, now: Instant) -> io::Result<bool> {
-        let held_back =
-            matches!(self.state, State::Ended) || self.out.len() >= MAX_OUT || self.input.len() >= MAX_REQUEST;
-        if !self.readable || held_back {
+        if !self.readable || self.is_held_back() {
             return Ok(false);
         }
         let mut buffer = [0; 16 << 10];
         match self.socket.read(&mut buffer) {
             Ok(0) => Err(ErrorKind::UnexpectedEof.into()),
             Ok(count) => {
+                if self.input.is_empty() && matches!(self.state, State::Open(_)) {
+                    self.since = now;
+                }
                 self.input.extend_from_slice(&buffer[..count]);
-                self.moved = now;
                 Ok(true)
             }
             Err(e) if e.kind() == ErrorKind::WouldBlock => {
@@ -213,9 +225,9 @@ impl Channel {
                 },
             };
             match taken {
-                Ok(Some(bytes)) => used += bytes,
+                Ok(Some(bytes)) => (used, self.since) = (used + bytes, now),
                 Ok(None) => break,
-                Err(error) => self.end(refusal(&error)),
+                Err(error) => self.end(refusal(&error), now),
             }
         }
         self.input.drain(..used);
@@ -232,10 +244,10 @@ impl Channel {
         };
         let lease = match shared.leases.find(&hello.token, now) {
             Ok(lease) => lease,
-            Err(denied) => return self.end(refuse(denied)),
+            Err(denied) => return self.end(refuse(denied), now),
         };
         let door = shared.door(self.id, hello.token);
-        let (mut ends, mut paths, mut pairs) = (Vec::new(), Vec::new(), Vec::new());
+        let (begun, mut ends, mut paths) = (Instant::now(), Vec::new(), Vec::new());
         for (at, there) in hello.ends.iter().enumerate() {
             // One rail for each of the peer's, in turn; a path that cannot be made is not offered.
             let rails = shared.rails.len();
@@ -243,18 +255,20 @@ impl Channel {
             let mut partner =
                 partner.filter(|rail| !shared.rails[*rail].is_down() && shared.rails[*rail].choice.link == there.link);
             let Some(rail) = partner.next() else { continue };
-            match connect(shared, rail, there, config) {
-                Ok((end, mut made)) => {
+            match admit(&door, &lease, &shared.rails[rail], there, config, now) {
+                Ok(Some(end)) => {
                     ends.push(end);
                     paths.push(rail);
-                    pairs.append(&mut made);
+                }
+                Ok(None) => {
+                    let denied = shared.leases.find(&hello.token, now).err();
+                    return self.end(refuse(denied.unwrap_or(Denied::Revoked)), now);
                 }
                 Err(error) => tracing::warn!(%error, "a path was not offered"),
             }
         }
-        if let Err(denied) = door.open(&lease, pairs, now) {
-            return self.end(refuse(denied));
-        }
+        let elapsed = begun.elapsed();
+        tracing::debug!(paths = paths.len(), ?elapsed, "queue pairs made and connected");
         let mut body = Vec::new();
         wire::encode_ends(&mut body, &ends);
         encode_head(
@@ -280,7 +294,11 @@ impl Channel {
         #[cfg(feature = "fault")]
         match self.flaw(request, shared) {
             Flaw::None => {}
-            Flaw::Later => return Ok(false),
+            Flaw::Later => {
+                // It is the exporter that is late, not its peer.
+                self.since = now;
+                return Ok(false);
+            }
             Flaw::Lost => return Err(Lost),
         }
         let State::Open(open) = &mut self.state else {
@@ -302,7 +320,7 @@ impl Channel {
                     denied
                 };
                 open.door.shut();
-                self.end(refuse(status(denied), 0));
+                self.end(refuse(status(denied), 0), now);
                 return Ok(true);
             }
         };
@@ -325,7 +343,7 @@ impl Channel {
         let crc = match crc {
             Ok(crc) => crc,
             Err(denied) => {
-                self.end(refuse(status(denied), 0));
+                self.end(refuse(status(denied), 0), now);
                 return Ok(true);
             }
         };
@@ -413,24 +431,28 @@ enum Flaw {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Lost;
 
-/// The queue pairs of one path, ready for the peer's READs.
-fn connect(
-    shared: &Shared,
-    rail: usize,
+/// Makes the queue pairs of one path, ready for the peer's READs; `None` when the lease is over.
+fn admit(
+    door: &Door,
+    lease: &Lease,
+    rail: &Rail,
     there: &End,
     config: &VerbsConfig,
-) -> Result<(End, Vec<QueuePair>), super::error::VerbsError> {
-    let rail = &shared.rails[rail];
-    let mut made = Vec::with_capacity(there.pairs.len());
-    for at in 0..there.pairs.len() {
-        let pair = rail.answering()?;
-        if let Some(path) = rail.path(there, at, false) {
+    now: Instant,
+) -> Result<Option<End>, VerbsError> {
+    let mut pairs = Vec::with_capacity(there.pairs.len());
+    for path in (0..there.pairs.len()).filter_map(|at| rail.path(there, at, false)) {
+        let made = door.admit(lease, now, || {
+            let pair = rail.answering()?;
             pair.connect(&rail.choice, &path, &config.tuning())?;
+            pairs.push((pair.number(), 0));
+            Ok(pair)
+        })?;
+        if !made {
+            return Ok(None);
         }
-        made.push(pair);
     }
-    let pairs = made.iter().map(|pair| (pair.number(), 0)).collect();
-    Ok((rail.end(there.path, false, pairs), made))
+    Ok(Some(rail.end(there.path, false, pairs)))
 }
 
 fn status(denied: Denied) -> Status {

@@ -43,7 +43,10 @@ pub(super) struct Limits {
 pub(super) enum Event {
     PortUp(u8),
     PortDown(u8),
+    /// The device is gone.
     Gone,
+    /// A completion queue overran: nothing more is told on it.
+    Overrun,
     Other,
 }
 
@@ -123,6 +126,7 @@ impl Device {
             ffi::IBV_EVENT_PORT_ACTIVE => Event::PortUp(port),
             ffi::IBV_EVENT_PORT_ERR => Event::PortDown(port),
             ffi::IBV_EVENT_DEVICE_FATAL => Event::Gone,
+            ffi::IBV_EVENT_CQ_ERR => Event::Overrun,
             _ => Event::Other,
         };
         // SAFETY: obligation 1 — taken just now, acknowledged once: destroying what it names waits for that.

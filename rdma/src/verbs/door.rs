@@ -10,9 +10,9 @@ use std::{
     time::Instant,
 };
 
-use super::{memory::Memory, queue_pair::QueuePair, rail::Rail};
+use super::{error::VerbsError, memory::Memory, queue_pair::QueuePair, rail::Rail};
 use crate::{
-    lease::{Denied, Lease, Leases},
+    lease::{Lease, Leases},
     mover::LeaseToken,
 };
 
@@ -51,7 +51,7 @@ impl Shared {
         })
     }
 
-    /// A door without a way through it yet.
+    /// A door without a way through it yet. From here on a fence of the token finds it.
     pub(super) fn door(&self, connection: u64, token: LeaseToken) -> Arc<Door> {
         let door = Arc::new(Door {
             token,
@@ -92,20 +92,36 @@ impl Shared {
 }
 
 impl Door {
-    /// Lets the peer through, if the lease lives.
-    pub(super) fn open(&self, lease: &Lease, pairs: Vec<QueuePair>, now: Instant) -> Result<(), Denied> {
-        lease.pass(now, || {
-            self.pairs.lock().unwrap_or_else(PoisonError::into_inner).extend(pairs)
-        })
+    /// Takes a queue pair that `connect` makes and connects, if the lease lives. `false`: it does not, and nothing was
+    /// made. A fence that comes meanwhile waits for the pair and destroys it: at no time does one answer that the fence
+    /// does not find.
+    pub(super) fn admit(
+        &self,
+        lease: &Lease,
+        now: Instant,
+        connect: impl FnOnce() -> Result<QueuePair, VerbsError>,
+    ) -> Result<bool, VerbsError> {
+        let mut pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_shut() || lease.pass(now, || ()).is_err() {
+            return Ok(false);
+        }
+        pairs.push(connect()?);
+        Ok(true)
     }
 
     /// Destroys the queue pairs: a device that had begun to answer is done when this returns. The lock is held until
-    /// then, so that whoever shuts at the same time waits as well; each pair takes one call to the driver.
+    /// then, so that whoever shuts at the same time waits as well; each pair takes two calls to the driver.
     pub(super) fn shut(&self) {
         self.shut.store(true, Ordering::SeqCst);
         let mut pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
         pairs.iter().for_each(QueuePair::fail);
         pairs.clear();
+    }
+
+    /// Whether no queue pair stands in it.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.pairs.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
     pub(super) fn is_shut(&self) -> bool {

@@ -105,10 +105,16 @@ pub enum VerbsError {
         /// Ours.
         link: Link,
     },
-    /// Every device of this mover was lost.
+    /// Every device of this mover is down.
     #[error("{device} is down: bring its link up; reads go over another mover until then")]
     DeviceDown {
         /// The last one.
+        device: String,
+    },
+    /// A device that serves nothing more until the mover is started again.
+    #[error("{device} is gone, or its completion queue overran: restart the worker once `rdma link` shows it again")]
+    DeviceLost {
+        /// Which.
         device: String,
     },
     /// The peer sent a key that nobody asked for, or one too short for what it exposes.

@@ -55,7 +55,10 @@ impl Exporter {
         let mut events = Events::with_capacity(256);
         let mut swept = Instant::now();
         while !self.shared.stop.load(Ordering::SeqCst) {
-            let timeout = (!self.channels.is_empty()).then_some(TICK);
+            let timeout = match self.channels.values().any(Channel::is_ready) {
+                true => Some(Duration::ZERO),
+                false => (!self.channels.is_empty()).then_some(TICK),
+            };
             match self.poll.poll(&mut events, timeout) {
                 Ok(()) => {}
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,

@@ -53,8 +53,9 @@ impl Cut {
         self.remote.run >= chunk.remote.len()
     }
 
-    /// The next READ: as much of a remote run as [`PIECES`] local runs take.
-    pub(super) fn next(&mut self, chunk: &Chunk) -> Option<Request> {
+    /// The next READ: as much of a remote run as `pieces` local runs take, at most [`PIECES`] and at least one.
+    pub(super) fn next(&mut self, chunk: &Chunk, pieces: usize) -> Option<Request> {
+        let most = pieces.clamp(1, PIECES);
         let whole = chunk.remote.get(self.remote.run)?;
         let start = self.remote.within;
         let mut request = Request {
@@ -66,7 +67,7 @@ impl Cut {
             local: [*whole; PIECES],
             pieces: 0,
         };
-        while request.pieces < PIECES && self.remote.within < whole.len {
+        while request.pieces < most && self.remote.within < whole.len {
             let to = chunk.local.get(self.local.run)?;
             let len = (whole.len - self.remote.within).min(to.len - self.local.within);
             request.local[request.pieces] = Run {
@@ -167,29 +168,32 @@ mod tests {
         };
         let mut cut = Cut::default();
         assert_eq!(
-            cut.next(&chunk).map(|r| (r.remote, r.local().to_vec())),
+            cut.next(&chunk, PIECES).map(|r| (r.remote, r.local().to_vec())),
             Some((run(0, 100), vec![run(7, 100)]))
         );
         assert_eq!(
-            cut.next(&chunk).map(|r| (r.remote, r.local().to_vec())),
+            cut.next(&chunk, PIECES).map(|r| (r.remote, r.local().to_vec())),
             Some((run(500, 50), vec![run(107, 50)]))
         );
-        assert!(cut.is_done(&chunk) && cut.next(&chunk).is_none());
+        assert!(cut.is_done(&chunk) && cut.next(&chunk, PIECES).is_none());
     }
 
     proptest! {
         /// Against the naive model, a list of byte pairs.
         #[test]
-        fn requests_move_the_same_bytes(copies in prop::collection::vec((0u32..2, 0u64..100, 0u32..2, 0u64..100, 0u64..40), 0..20)) {
+        fn requests_move_the_same_bytes(
+            copies in prop::collection::vec((0u32..2, 0u64..100, 0u32..2, 0u64..100, 0u64..40), 0..20),
+            most in 1..=PIECES,
+        ) {
             let copies: Vec<Copy> = copies.into_iter().map(|(from, remote, to, local, len)| Copy {
                 remote: Run { region: RegionKey(from), offset: remote, len },
                 local: Run { region: RegionKey(to), offset: local, len },
             }).collect();
             for chunk in chunks(&copies, &ChunkLimits { bytes: 1 << 20, runs: 64 }) {
                 let (mut cut, mut remote, mut local) = (Cut::default(), Vec::new(), Vec::new());
-                while let Some(request) = cut.next(&chunk) {
+                while let Some(request) = cut.next(&chunk, most) {
                     let pieces = request.local();
-                    prop_assert!(!pieces.is_empty() && pieces.len() <= PIECES && request.remote.len > 0);
+                    prop_assert!(!pieces.is_empty() && pieces.len() <= most && request.remote.len > 0);
                     prop_assert_eq!(request.remote.len, pieces.iter().map(|run| run.len).sum::<u64>());
                     remote.extend(bytes(&[request.remote]));
                     local.extend(bytes(pieces));

@@ -14,9 +14,10 @@ use mio::net::TcpStream;
 use super::{
     config::VerbsConfig,
     error::VerbsError,
+    nic::Link,
     queue_pair::QueuePair,
     rail::{Rail, packet_number},
-    wire::{self, Grant, Hello},
+    wire::{self, End, Grant, Hello},
     work::{PeerKeys, SendQueue},
 };
 use crate::{
@@ -78,15 +79,25 @@ pub(super) struct Path<'m> {
     pub(super) rail: usize,
     /// By the number that completions carry.
     pub(super) queues: Vec<(u32, SendQueue<'m>)>,
-    pub(super) dead: bool,
+    /// Since when nothing more goes over it.
+    pub(super) dead: Option<Instant>,
 }
 
 /// Why a line ends. Its reads are done once nothing of it is on its way.
 pub(super) struct Ending {
     pub(super) error: MoverError,
-    pub(super) since: Instant,
-    /// The read because of which it ends: the others are begun anew.
-    pub(super) blame: Option<u64>,
+    pub(super) cause: Cause,
+}
+
+/// What a line ends because of: says which of its reads are over with it, and which begin anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cause {
+    /// The peer, or the lease: all are over. One that came when the line was old begins anew, once.
+    Peer,
+    /// A read whose work did not drain: the others begin anew.
+    Read(u64),
+    /// A device that it counted on: all begin anew, over those that are left.
+    Device,
 }
 
 /// What the peer said.
@@ -110,16 +121,27 @@ impl<'m> Line<'m> {
         token: LeaseToken,
         now: Instant,
     ) -> Result<Self, MoverError> {
-        let mut made = Vec::new();
-        for (at, rail) in rails.iter().enumerate().filter(|(_, rail)| !rail.is_down()) {
-            let pair = |_| Ok::<_, VerbsError>((rail.asking(config.depth)?, packet_number()));
-            let pairs = (0..config.pairs).map(pair).collect::<Result<_, _>>()?;
-            made.push(Made { rail: at, pairs });
+        let (begun, mut made, mut lost) = (Instant::now(), Vec::new(), None);
+        for (at, rail) in rails.iter().enumerate() {
+            if rail.is_down() {
+                lost = Some(rail.loss());
+                continue;
+            }
+            let pair = |_| Ok::<_, VerbsError>((rail.asking()?, packet_number()));
+            match (0..config.pairs).map(pair).collect::<Result<_, _>>() {
+                Ok(pairs) => made.push(Made { rail: at, pairs }),
+                Err(error) => {
+                    lost = Some(error);
+                }
+            }
         }
-        if made.is_empty() {
-            let device = rails.last().map_or(String::new(), |rail| rail.choice.device.clone());
-            return Err(VerbsError::DeviceDown { device }.into());
+        match (made.is_empty(), lost) {
+            (true, lost) => return Err(lost.unwrap_or(VerbsError::NoDevice).into()),
+            (false, Some(error)) => tracing::warn!(%peer, %error, "a path was not offered, the others carry on"),
+            (false, None) => {}
         }
+        let (pairs, elapsed) = (made.len() * usize::from(config.pairs), begun.elapsed());
+        tracing::debug!(%peer, pairs, ?elapsed, "queue pairs made");
         let ends = made.iter().enumerate().map(|(path, made)| {
             let pairs = made.pairs.iter().map(|(pair, psn)| (pair.number(), *psn)).collect();
             rails[made.rail].end(path as u8, true, pairs)
@@ -179,6 +201,14 @@ impl<'m> Line<'m> {
         self.inflight += len;
     }
 
+    /// Whether it offers the peer a path over this rail.
+    pub(super) fn greets_with(&self, rail: usize) -> bool {
+        match &self.state {
+            State::Dialing(made) | State::Greeting(made) => made.iter().any(|made| made.rail == rail),
+            State::Open => false,
+        }
+    }
+
     /// Work requests that are not complete.
     pub(super) fn outstanding(&self) -> u32 {
         self.paths
@@ -203,18 +233,30 @@ impl<'m> Line<'m> {
         })
     }
 
+    /// Of the queue pairs that read `id` may use, `streams` of each path, the one with the fewest bytes on its way and room
+    /// for more: its path, its place there, and the room. `left` is what a device's completion queue still holds.
+    pub(super) fn roomiest(&self, id: u64, streams: usize, left: impl Fn(usize) -> u32) -> Option<(usize, usize, u32)> {
+        let living = self.paths.iter().enumerate().filter(|(_, path)| !path.is_dead());
+        let queues = living.flat_map(|(at, path)| {
+            let (left, pairs) = (left(path.rail), path.queues.len());
+            let own = move |place: usize| (place + pairs - id as usize % pairs) % pairs < streams.max(1);
+            let own = path.queues.iter().enumerate().filter(move |(place, _)| own(*place));
+            own.map(move |(place, (_, queue))| (at, place, queue.room().min(left), queue.bytes()))
+        });
+        let roomiest = queues
+            .filter(|(_, _, room, _)| *room > 0)
+            .min_by_key(|(_, _, _, bytes)| *bytes);
+        roomiest.map(|(at, place, room, _)| (at, place, room))
+    }
+
     /// Stops asking and posting; what is posted completes. The exporter sees the channel end.
-    pub(super) fn end(&mut self, error: MoverError, blame: Option<u64>, now: Instant) {
+    pub(super) fn end(&mut self, error: MoverError, cause: Cause, now: Instant) {
         if self.ending.is_none() {
-            self.ending = Some(Ending {
-                error,
-                since: now,
-                blame,
-            });
+            self.ending = Some(Ending { error, cause });
             self.paths
-                .iter()
-                .flat_map(|path| &path.queues)
-                .for_each(|(_, queue)| queue.fail());
+                .iter_mut()
+                .filter(|path| !path.is_dead())
+                .for_each(|path| path.fail(now));
             // Fails when it never stood.
             let _ = self.socket.shutdown(std::net::Shutdown::Both);
         }
@@ -368,6 +410,7 @@ impl<'m> Line<'m> {
         };
         let mut made: Vec<Option<Made>> = made.into_iter().map(Some).collect();
         let ends = wire::decode_ends(body, config.pairs.into()).map_err(|e| self.broken(e))?;
+        let (begun, mut lost) = (Instant::now(), None);
         for end in ends {
             let Some(ours) = made.get_mut(usize::from(end.path)).and_then(Option::take) else {
                 return Err(self.bad("path", end.path.into(), made.len() as u64));
@@ -376,31 +419,32 @@ impl<'m> Line<'m> {
             if end.link != rail.choice.link {
                 return Err(self.bad("link", end.link as u64, rail.choice.link as u64));
             }
-            let mut queues = Vec::with_capacity(ours.pairs.len());
-            for (at, (pair, psn)) in ours.pairs.into_iter().enumerate() {
-                let Some(path) = rail.path(&end, at, true) else {
-                    continue;
-                };
-                pair.connect(&rail.choice, &path, &config.tuning())?;
-                pair.start(psn, &path, &config.tuning())?;
-                queues.push((0, SendQueue::new(pair, config.depth)));
-            }
-            self.paths.push(Path {
+            let mut path = Path {
                 rail: ours.rail,
-                queues,
-                dead: false,
-            });
-        }
-        if self.paths.is_empty() {
-            let link = rails
-                .first()
-                .map_or(super::nic::Link::Ethernet, |rail| rail.choice.link);
-            return Err(VerbsError::NoPath {
-                peer: self.peer.to_string(),
-                link,
+                queues: Vec::with_capacity(ours.pairs.len()),
+                dead: None,
+            };
+            match start(rail, &end, ours.pairs, config) {
+                Ok(queues) => path.queues.extend(queues.into_iter().map(|queue| (0, queue))),
+                // It keeps its place: keys are by path.
+                Err(error) => (path.dead, lost) = (Some(begun), Some(error)),
             }
-            .into());
+            self.paths.push(path);
         }
+        let (peer, elapsed) = (&self.peer, begun.elapsed());
+        match (self.paths.iter().all(|path| path.is_dead()), lost) {
+            (true, Some(error)) => return Err(error.into()),
+            (true, None) => {
+                let (peer, link) = (
+                    self.peer.to_string(),
+                    rails.first().map_or(Link::Ethernet, |rail| rail.choice.link),
+                );
+                return Err(VerbsError::NoPath { peer, link }.into());
+            }
+            (false, Some(error)) => tracing::warn!(%peer, %error, "a path is not used, the others carry on"),
+            (false, None) => {}
+        }
+        tracing::debug!(%peer, paths = self.paths.len(), ?elapsed, "queue pairs connected");
         Ok(())
     }
 
@@ -460,4 +504,33 @@ impl<'m> Line<'m> {
             errno: errno(error),
         }
     }
+}
+
+impl Path<'_> {
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.is_some()
+    }
+
+    /// No more over it; what is posted completes.
+    pub(super) fn fail(&mut self, now: Instant) {
+        self.dead = Some(now);
+        self.queues.iter().for_each(|(_, queue)| queue.fail());
+    }
+}
+
+/// Connects the queue pairs of one path with the peer's.
+fn start<'m>(
+    rail: &Rail,
+    end: &End,
+    pairs: Vec<(QueuePair, u32)>,
+    config: &VerbsConfig,
+) -> Result<Vec<SendQueue<'m>>, VerbsError> {
+    let ways = pairs.into_iter().enumerate();
+    let ways = ways.filter_map(|(at, made)| Some((made, rail.path(end, at, true)?)));
+    ways.map(|((pair, psn), path)| {
+        pair.connect(&rail.choice, &path, &config.tuning())?;
+        pair.start(psn, &path, &config.tuning())?;
+        Ok(SendQueue::new(pair, rail.depth))
+    })
+    .collect()
 }

@@ -95,7 +95,7 @@ pub fn source_towards(peer: SocketAddr) -> io::Result<IpAddr> {
     Ok(socket.local_addr()?.ip())
 }
 
-/// Moves bytes with RDMA READs. [`ReadOptions::streams`] says nothing here: a read uses every queue pair of its lease. Not to be dropped inside `done`.
+/// Moves bytes with RDMA READs. Not to be dropped inside `done`.
 pub struct VerbsMover {
     shared: Arc<Shared>,
     config: VerbsConfig,
@@ -248,6 +248,13 @@ impl Faults {
         *self.flips.lock().unwrap_or_else(PoisonError::into_inner) = fault;
         if let Some(shared) = self.shared.upgrade() {
             *shared.fault.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+        }
+    }
+
+    /// Whether the mover hears nothing of what its n-th device completes, as of a device that is gone.
+    pub fn deafen(&self, device: usize, deaf: bool) {
+        if let Some(shared) = self.shared.upgrade() {
+            shared.rails[device].deafen(deaf);
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{
 use super::{
     choose::Choice,
     config::VerbsConfig,
-    device::{Completions, Device, Domain},
+    device::{Completion, Completions, Device, Domain},
     error::VerbsError,
     queue_pair::{Path, QueuePair},
     wire::End,
@@ -23,10 +23,17 @@ pub(super) struct Rail {
     pub(super) completions: Arc<Completions>,
     /// Of the exporter's queue pairs, which post nothing.
     silent: Arc<Completions>,
+    /// Work requests that one queue pair takes.
+    pub(super) depth: u32,
+    /// Pieces of local memory that one READ fills.
+    pub(super) pieces: usize,
     mtu: u8,
     begun: u8,
     answered: u8,
     down: AtomicBool,
+    lost: AtomicBool,
+    #[cfg(feature = "fault")]
+    deaf: AtomicBool,
 }
 
 impl Rail {
@@ -34,6 +41,8 @@ impl Rail {
         let device = Device::open(&choice.device)?;
         let mtu = device.mtu(choice.port)?.min(config.mtu.into()) as u8;
         Ok(Arc::new(Rail {
+            depth: config.depth.min(device.limits.requests).max(1),
+            pieces: PIECES.min(device.limits.pieces as usize).max(1),
             mtu,
             begun: device.limits.begun.min(config.reads_begun).max(1),
             answered: device.limits.answered.min(config.reads_begun).max(1),
@@ -41,25 +50,58 @@ impl Rail {
             silent: Completions::new(&device, 16)?,
             domain: Domain::new(device)?,
             down: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
+            #[cfg(feature = "fault")]
+            deaf: AtomicBool::new(false),
             choice,
         }))
     }
 
+    /// Whether nothing goes over it now.
     pub(super) fn is_down(&self) -> bool {
-        self.down.load(Ordering::SeqCst)
+        self.down.load(Ordering::SeqCst) || self.lost.load(Ordering::SeqCst)
     }
 
     pub(super) fn set_down(&self, down: bool) {
         self.down.store(down, Ordering::SeqCst);
     }
 
+    /// The device is gone or tells nothing more, for good; `true` if it was not known.
+    pub(super) fn lose(&self) -> bool {
+        !self.lost.swap(true, Ordering::SeqCst)
+    }
+
+    /// Why nothing goes over it.
+    pub(super) fn loss(&self) -> VerbsError {
+        let device = self.choice.device.clone();
+        match self.lost.load(Ordering::SeqCst) {
+            true => VerbsError::DeviceLost { device },
+            false => VerbsError::DeviceDown { device },
+        }
+    }
+
+    /// What the device told complete.
+    pub(super) fn poll(&self, into: &mut Vec<Completion>) -> Result<usize, VerbsError> {
+        #[cfg(feature = "fault")]
+        if self.deaf.load(Ordering::SeqCst) {
+            return Ok(0);
+        }
+        self.completions.poll(into)
+    }
+
+    /// From now on no completion is seen, as of a device that is gone.
+    #[cfg(feature = "fault")]
+    pub(super) fn deafen(&self, deaf: bool) {
+        self.deaf.store(deaf, Ordering::SeqCst);
+    }
+
     /// A queue pair that posts READs. The peer reads nothing through it.
-    pub(super) fn asking(&self, depth: u32) -> Result<QueuePair, VerbsError> {
+    pub(super) fn asking(&self) -> Result<QueuePair, VerbsError> {
         QueuePair::new(
             &self.domain,
             &self.completions,
             &self.choice,
-            (depth, PIECES as u32),
+            (self.depth, self.pieces as u32),
             false,
         )
     }

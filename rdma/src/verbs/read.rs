@@ -124,9 +124,9 @@ pub(super) struct Running {
 }
 
 impl Cancel for Running {
-    /// The importer's fence: waits until no work request of the read is outstanding, at most a few milliseconds, or as
-    /// long as the driver takes to destroy a queue pair. Called inside another read's `done` it does not wait: then this
-    /// read's own `done` is the fence.
+    /// The importer's fence: waits until no work request of the read is outstanding. That is a few milliseconds; where
+    /// work does not end, `GRACE`, `FLUSH` and two ticks of the importer's, and then as long as the driver takes to destroy
+    /// the queue pairs. Called inside another read's `done` it does not wait: this read's own `done` is the fence.
     fn cancel(&self) {
         let Over(over, wake) = &*self.over;
         let is_over = || *over.lock().unwrap_or_else(PoisonError::into_inner);

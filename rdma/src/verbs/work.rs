@@ -68,7 +68,8 @@ pub struct Batch<'s, 'm, 'k> {
 /// A queue pair and what is posted to it. The memory it may still write is borrowed for as long as it exists: it is
 /// destroyed first, whatever happens.
 pub(super) struct SendQueue<'m> {
-    pair: QueuePair,
+    /// `None` once it was destroyed.
+    pair: Option<QueuePair>,
     room: u32,
     next: u32,
     posted: VecDeque<Posted>,
@@ -194,7 +195,7 @@ impl<'m> SendQueue<'m> {
     /// `pair` is started and takes `room` requests.
     pub(super) fn new(pair: QueuePair, room: u32) -> Self {
         SendQueue {
-            pair,
+            pair: Some(pair),
             room,
             next: 0,
             posted: VecDeque::with_capacity(room as usize),
@@ -207,7 +208,7 @@ impl<'m> SendQueue<'m> {
 
     /// Requests that it takes now.
     pub(super) fn room(&self) -> u32 {
-        if self.failed.is_some() {
+        if self.failed.is_some() || self.pair.is_none() {
             0
         } else {
             self.room - self.outstanding
@@ -229,7 +230,23 @@ impl<'m> SendQueue<'m> {
 
     /// Ends it; what is posted completes.
     pub(super) fn fail(&self) {
-        self.pair.fail();
+        self.pair.iter().for_each(QueuePair::fail);
+    }
+
+    /// Destroys the queue pair: when it returns nothing lands through it any more, whatever was told complete.
+    pub(super) fn destroy(&mut self) {
+        self.pair = None;
+    }
+
+    /// Gives up on completions that will not come, of a queue pair that was destroyed: `finished` gets its batches as
+    /// failed.
+    pub(super) fn abandon(&mut self, finished: &mut Vec<Finished>) {
+        (self.outstanding, self.bytes) = (0, 0);
+        finished.extend(self.posted.drain(..).map(|batch| Finished {
+            job: batch.job,
+            requests: batch.requests,
+            whole: false,
+        }));
     }
 
     /// Posts the batch for `job`: one call, and only its last READ is signalled. Completions carry `queue`.
@@ -241,9 +258,9 @@ impl<'m> SendQueue<'m> {
             bytes,
         } = batch.scratch;
         let count = *used;
-        if count == 0 {
+        let Some(pair) = self.pair.as_ref().filter(|_| count > 0) else {
             return Ok(0);
-        }
+        };
         let (first, pieces) = (requests.as_mut_ptr(), pieces.as_mut_ptr());
         for at in 0..count {
             let is_last = at + 1 == count;
@@ -260,8 +277,8 @@ impl<'m> SendQueue<'m> {
         // SAFETY: obligation 1 — the memory is borrowed for as long as this queue exists ('m); obligation 3 — the keys
         // are those of the lease that the batch borrows; obligation 4 — the read owns its landing runs until it is done.
         let code = unsafe {
-            let post = (*(*self.pair.raw()).context).ops.post_send;
-            post.map_or(libc::ENOSYS, |post| post(self.pair.raw(), first, &mut bad))
+            let post = (*(*pair.raw()).context).ops.post_send;
+            post.map_or(libc::ENOSYS, |post| post(pair.raw(), first, &mut bad))
         };
         let taken = match code {
             0 => count,

@@ -8,9 +8,9 @@ use super::{
         error::VerbsError,
         job::{Cut, Job},
         library::ffi::ibv_wc_status as Status,
-        line::Heard,
+        line::{Cause, Heard},
         wire::Grant,
-        work::{PIECES, status},
+        work::{Finished, PIECES, status},
     },
     Importer,
 };
@@ -71,7 +71,7 @@ impl Importer<'_> {
                 peer: line.peer.to_string(),
                 region: region.0,
             };
-            return self.end_line(at, error.into(), None, now);
+            return self.end_line(at, error.into(), Cause::Peer, now);
         }
         if let Some(read) = self.reads.get_mut(&job.read) {
             read.on_old_line = false;
@@ -97,30 +97,20 @@ impl Importer<'_> {
                 self.settle(number, now);
                 continue;
             }
-            let rooms = line
-                .paths
-                .iter()
-                .enumerate()
-                .filter(|(_, path)| !path.dead)
-                .flat_map(|(at, path)| {
-                    let on_rail = self.rails[path.rail].completions.size - self.posted[path.rail];
-                    path.queues
-                        .iter()
-                        .enumerate()
-                        .map(move |(place, (_, queue))| (at, place, queue.room().min(on_rail), queue.bytes()))
-                });
-            let Some((path, place, room, _)) = rooms
-                .filter(|(_, _, room, _)| *room > 0)
-                .min_by_key(|(_, _, _, bytes)| *bytes)
-            else {
+            let streams = self.reads.get(&job.read).map_or(1, |read| read.options.streams);
+            let left = |rail: usize| self.rails[rail].completions.size - self.posted[rail];
+            let Some((path, place, room)) = line.roomiest(job.read, streams, left) else {
                 break;
             };
+            let pieces = self.rails[line.paths[path].rail].pieces;
             let view = self.memory.view();
             let mut batch = self.scratch.batch();
             let (mut bytes, mut outside) = (0, None);
             while batch.len() < room as usize && bytes < BATCH {
                 let before = job.cut;
-                let Some(request) = job.cut.next(&job.chunk) else { break };
+                let Some(request) = job.cut.next(&job.chunk, pieces) else {
+                    break;
+                };
                 let mut landings = [None; PIECES];
                 for (landing, local) in landings.iter_mut().zip(request.local()) {
                     *landing = view.landing(line.paths[path].rail, local);
@@ -183,7 +173,7 @@ impl Importer<'_> {
         for (at, rail) in self.rails.iter().enumerate() {
             loop {
                 self.completions.clear();
-                let polled = rail.completions.poll(&mut self.completions);
+                let polled = rail.poll(&mut self.completions);
                 let completions = std::mem::take(&mut self.completions);
                 completions.iter().for_each(|completion| self.take(at, completion, now));
                 let count = completions.len();
@@ -194,9 +184,8 @@ impl Importer<'_> {
                     Ok(_) => {}
                     Err(error) => {
                         // A queue that overran or a device that is gone: nothing on it completes any more.
-                        if !rail.is_down() {
+                        if rail.lose() {
                             tracing::error!(%error, "completions are lost");
-                            rail.set_down(true);
                         }
                         break;
                     }
@@ -224,26 +213,16 @@ impl Importer<'_> {
             .failed()
             .filter(|_| was_well)
             .map(|failed| (failed, line.peer.to_string()));
-        let finished = std::mem::take(&mut self.finished);
-        for batch in &finished {
-            self.posted[rail] -= batch.requests;
-            if let Some(job) = self.jobs.one(batch.job) {
-                job.outstanding -= 1;
-                job.failed |= !batch.whole;
-                if let Some(read) = self.reads.get_mut(&job.read) {
-                    read.outstanding -= 1;
-                }
-            }
-            self.settle(batch.job, now);
-        }
+        let mut finished = std::mem::take(&mut self.finished);
+        self.account(rail, &finished, now);
+        finished.clear();
         self.finished = finished;
-        self.finished.clear();
         if let Some(((code, vendor), peer)) = failed {
             // A port that went down may be why: it is told apart from this.
             self.hear_device(rail);
             let device = self.rails[rail].choice.device.clone();
             let error = match code {
-                _ if self.rails[rail].is_down() => VerbsError::DeviceDown { device }.into(),
+                _ if self.rails[rail].is_down() => self.rails[rail].loss().into(),
                 Status::IBV_WC_RETRY_EXC_ERR | Status::IBV_WC_RNR_RETRY_EXC_ERR | Status::IBV_WC_RESP_TIMEOUT_ERR => {
                     MoverError::PeerGone {
                         peer,
@@ -262,6 +241,21 @@ impl Importer<'_> {
         }
     }
 
+    /// Batches over a rail that are not on their way any more.
+    pub(super) fn account(&mut self, rail: usize, finished: &[Finished], now: Instant) {
+        for batch in finished {
+            self.posted[rail] -= batch.requests;
+            if let Some(job) = self.jobs.one(batch.job) {
+                job.outstanding -= 1;
+                job.failed |= !batch.whole;
+                if let Some(read) = self.reads.get_mut(&job.read) {
+                    read.outstanding -= 1;
+                }
+            }
+            self.settle(batch.job, now);
+        }
+    }
+
     /// Looks whether a job, and with it its read, is complete.
     pub(super) fn settle(&mut self, number: usize, now: Instant) {
         let Some(job) = self.jobs.one(number) else { return };
@@ -273,7 +267,7 @@ impl Importer<'_> {
         let over = self.reads.get(&id).is_none_or(|read| read.ending.is_some());
         if !over && job.failed {
             // Its bytes are read again: over another path of this line, or by another line once this one has ended.
-            if line.ending.is_none() && line.paths.iter().any(|path| !path.dead) {
+            if line.ending.is_none() && line.paths.iter().any(|path| !path.is_dead()) {
                 job.tries += 1;
                 let tried = job.tries > TRIES;
                 (job.failed, job.cut) = (false, Cut::default());
@@ -355,10 +349,9 @@ impl Importer<'_> {
         for (rail, _) in self.rails.iter().zip(&self.posted).filter(|(_, posted)| **posted > 0) {
             any = true;
             if let Err(error) = rail.completions.arm()
-                && !rail.is_down()
+                && rail.lose()
             {
                 tracing::error!(%error, "completions are not announced");
-                rail.set_down(true);
             }
         }
         any

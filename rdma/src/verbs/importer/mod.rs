@@ -22,7 +22,7 @@ use super::{
     config::VerbsConfig,
     device::Completion,
     job::Jobs,
-    line::{Heard, Line},
+    line::{Cause, Heard, Line},
     memory::Memory,
     rail::Rail,
     read::{Command, Inbox, call_off},
@@ -40,7 +40,6 @@ const TICK: Duration = Duration::from_millis(5);
 const IDLE_TICK: Duration = Duration::from_secs(1);
 
 pub(super) struct Importer<'m> {
-    // Before everything else: queue pairs are destroyed before a ticket says that a read is over.
     lines: HashMap<usize, Line<'m>>,
     inbox: Arc<Inbox>,
     memory: &'m Memory,
@@ -147,13 +146,6 @@ impl<'m> Importer<'m> {
                 }
             }
         }
-        let left = self.inbox.close();
-        // Destroys the queue pairs: nothing lands any more.
-        self.lines.clear();
-        for id in self.reads.keys().copied().collect::<Vec<_>>() {
-            self.finish(id, Err(MoverError::Closed));
-        }
-        left.into_iter().for_each(call_off);
     }
 
     fn obey(&mut self, command: Command, now: Instant) {
@@ -185,7 +177,7 @@ impl<'m> Importer<'m> {
             moved |= !heard.is_empty();
             heard.drain(..).for_each(|heard| self.hear(at, heard, now));
             if let Err(error) = driven {
-                self.end_line(at, error, None, now);
+                self.end_line(at, error, Cause::Peer, now);
                 moved = true;
             }
             moved |= self.post(at, now);
@@ -193,5 +185,18 @@ impl<'m> Importer<'m> {
         }
         (self.turn, self.heard) = (turn, heard);
         moved
+    }
+}
+
+/// However the thread ends, its reads are done.
+impl Drop for Importer<'_> {
+    fn drop(&mut self) {
+        let left = self.inbox.close();
+        // Destroys the queue pairs: nothing lands any more.
+        self.lines.clear();
+        for id in self.reads.keys().copied().collect::<Vec<_>>() {
+            self.finish(id, Err(MoverError::Closed));
+        }
+        left.into_iter().for_each(call_off);
     }
 }

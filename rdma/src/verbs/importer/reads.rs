@@ -7,7 +7,7 @@ use mio::{Interest, Token};
 use super::{
     super::{
         job::{Cut, Job},
-        line::Line,
+        line::{Cause, Line},
         read::{Read, Ticket, call},
     },
     Importer,
@@ -42,7 +42,7 @@ pub(super) struct Active {
 }
 
 impl Importer<'_> {
-    pub(super) fn begin(&mut self, read: Read, now: Instant) {
+    pub(in super::super) fn begin(&mut self, read: Read, now: Instant) {
         let Read {
             id,
             peer,
@@ -230,7 +230,7 @@ impl Importer<'_> {
             line.reads = line.reads.saturating_sub(1);
             // Whoever is left to answer does it for nobody: the exporter learns so at once.
             if failed && line.reads == 0 && !line.asked.is_empty() && line.ending.is_none() {
-                self.end_line(read.line, MoverError::Cancelled, None, Instant::now());
+                self.end_line(read.line, MoverError::Cancelled, Cause::Peer, Instant::now());
             }
         }
         let Active { ticket, done, .. } = read;

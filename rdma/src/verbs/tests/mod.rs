@@ -6,18 +6,23 @@ use std::{
 };
 
 use super::{
-    device::Completion,
+    device::{Completion, Event},
     line::{Heard, Line, State},
     memory::Key,
     rail::packet_number,
+    read::Over,
     work::SendQueue,
     *,
 };
 use crate::region::HostRegion;
 
+mod peers;
+
 const LEN: usize = 64 << 10;
+/// Nothing in the guest takes this long.
 const LONG: Duration = Duration::from_secs(20);
-/// IB_WC_REM_ACCESS_ERR and IB_WC_RETRY_EXC_ERR.
+/// IB_WC_REM_INV_REQ_ERR, IB_WC_REM_ACCESS_ERR and IB_WC_RETRY_EXC_ERR.
+const REQUEST: u32 = 9;
 const ACCESS: u32 = 10;
 const RETRIES: u32 = 12;
 
@@ -45,6 +50,17 @@ fn config() -> VerbsConfig {
     }
 }
 
+/// The first device.
+fn rail(config: &VerbsConfig) -> Arc<Rail> {
+    let names = Device::names().unwrap();
+    let wish = Wish {
+        devices: names[..1].to_vec(),
+        ..Wish::default()
+    };
+    let choice = choose(&Tree::read(Path::new("/sys")), &wish).unwrap().remove(0);
+    Rail::open(choice, config).unwrap()
+}
+
 /// One device with memory on it: `0` is read, `1` is where bytes land.
 struct Bench {
     rail: Arc<Rail>,
@@ -54,13 +70,10 @@ struct Bench {
 
 impl Bench {
     fn new() -> Self {
-        let names = Device::names().unwrap();
-        let wish = Wish {
-            devices: names[..1].to_vec(),
-            ..Wish::default()
-        };
-        let choice = choose(&Tree::read(Path::new("/sys")), &wish).unwrap().remove(0);
-        let rail = Rail::open(choice, &config()).unwrap();
+        Self::on(rail(&config()))
+    }
+
+    fn on(rail: Arc<Rail>) -> Self {
         let memory = Memory::new(vec![rail.domain.clone()], Arc::default());
         let target = HostRegion::new(LEN);
         memory.register(HostRegion::from_bytes(&[7; LEN]).into()).unwrap();
@@ -81,7 +94,7 @@ impl Bench {
         queue_pair::QueuePair,
         impl Fn(&queue_pair::QueuePair) + '_,
     ) {
-        let (asking, answering) = (self.rail.asking(16).unwrap(), self.rail.answering().unwrap());
+        let (asking, answering) = (self.rail.asking().unwrap(), self.rail.answering().unwrap());
         let psn = packet_number();
         let ends = [(asking.number(), psn), (answering.number(), 0)].map(|pair| self.rail.end(0, true, vec![pair]));
         let [here, there] = ends;
@@ -152,6 +165,26 @@ impl Bench {
     fn landed(&self) -> bool {
         self.target.read(0, 1) == [7]
     }
+}
+
+/// A queue pair that asks answers nobody, whatever key it is shown: who is read from reads nothing in return (XFER-1).
+#[test]
+fn a_peer_that_is_read_from_reads_nothing() {
+    if !is_there() {
+        return;
+    }
+    let bench = Bench::new();
+    let [ours, theirs] = [(); 2].map(|()| bench.rail.asking().unwrap());
+    let ends = [&ours, &theirs].map(|pair| bench.rail.end(0, true, vec![(pair.number(), 7)]));
+    for (pair, there) in [(&ours, &ends[1]), (&theirs, &ends[0])] {
+        let path = bench.rail.path(there, 0, true).unwrap();
+        pair.connect(&bench.rail.choice, &path, &config().tuning()).unwrap();
+        pair.start(7, &path, &config().tuning()).unwrap();
+    }
+    let mut queue = SendQueue::new(theirs, 16);
+    let refused = bench.read(&mut queue, bench.source_key(), 0, 100);
+    assert!(matches!(refused, Some(REQUEST | ACCESS)), "{refused:?}");
+    assert!(!bench.landed());
 }
 
 /// Obligation 3: a key that was never given opens nothing, and other pairs of the device do not notice.
@@ -255,63 +288,30 @@ fn an_old_key_reads_nothing_behind_the_fence() {
     assert_eq!(read(1, 2), (None, true), "the other lease");
 }
 
-/// XFER-10: a peer that offers keys for what nobody asked for, or too short ones, is refused before anything is posted.
+/// XFER-5: a completion queue that is given more than it holds is dead, and its device says so; nothing is read over it
+/// any more, and its reads say why. Posting past the count that keeps it from happening is what this test is for.
 #[test]
-fn keys_that_cover_nothing_asked_for_are_refused() {
+fn a_completion_queue_that_overran_is_told_and_not_used() {
     if !is_there() {
         return;
     }
-    let importer = VerbsMover::start(config()).unwrap();
-    let target = HostRegion::new(LEN);
-    let local = importer.register(target.clone().into()).unwrap();
-    for (offered, len) in [(RegionKey(99), LEN as u64), (RegionKey(5), LEN as u64 - 1)] {
-        let keys = Key { address: 0, key: 1 };
-        let peer = a_peer_that_grants(offered, len, keys, |ends| ends);
-        let run = |region| Run {
-            region,
-            offset: 0,
-            len: LEN as u64,
-        };
-        let copies = vec![Copy {
-            remote: run(RegionKey(5)),
-            local: run(local),
-        }];
-        let (tx, done) = std::sync::mpsc::channel();
-        let done_once = Box::new(move |result| tx.send(result).unwrap());
-        let token = LeaseToken::random().unwrap();
-        importer.read(&peer, token, copies, ReadOptions::default(), done_once);
-        let refused = done.recv_timeout(LONG).unwrap();
-        let stray = matches!(&refused, Err(MoverError::Verbs(VerbsError::StrayKey { region, .. }))
-            if [offered.0, 5].contains(region));
-        assert!(stray, "{refused:?}");
-        assert!(target.read(0, LEN) == [0; LEN], "a byte landed");
+    let small = VerbsConfig { entries: 1, ..config() };
+    let bench = Bench::on(rail(&small));
+    let mut keys = PeerKeys::default();
+    keys.learn(RegionKey(0), LEN as u64, vec![bench.source_key()]);
+    let (mut queue, _answering, _) = bench.pair(true);
+    for _ in 0..8 {
+        bench.post(&mut queue, 9, &keys, 0, 100);
     }
-}
-
-/// XFER-2, F11: `cancel` returns when nothing of the read can land any more. Its work is with the device, which asks a
-/// peer that does not answer yet again and again; the peer answers after the cancel.
-#[test]
-fn work_that_waits_for_its_peer_lands_nothing_after_cancel() {
-    if !is_there() {
-        return;
+    let begun = Instant::now();
+    while bench.rail.domain.device.event() != Some(Event::Overrun) {
+        assert!(begun.elapsed() < LONG, "the overrun was not told");
+        thread::sleep(Duration::from_millis(1));
     }
-    let bench = Bench::new();
-    let patient = VerbsConfig {
-        timeout: 15,
-        retries: 7,
-        ..config()
-    };
-    let importer = VerbsMover::start(patient).unwrap();
-    let target = HostRegion::new(LEN);
-    let local = importer.register(target.clone().into()).unwrap();
-    let answering = bench.rail.answering().unwrap();
-    let here = bench.rail.end(0, false, vec![(answering.number(), 0)]);
-    let (tell, told) = std::sync::mpsc::channel();
-    let welcome = move |ends: Vec<wire::End>| {
-        tell.send(ends[0].clone()).unwrap();
-        vec![here.clone()]
-    };
-    let peer = a_peer_that_grants(RegionKey(0), LEN as u64, bench.source_key(), welcome);
+    let mover = VerbsMover::start(config()).unwrap();
+    let local = mover.register(HostRegion::new(LEN).into()).unwrap();
+    assert!(mover.shared.rails[0].lose());
+    assert!(!mover.devices()[0].1);
     let run = |region| Run {
         region,
         offset: 0,
@@ -321,101 +321,155 @@ fn work_that_waits_for_its_peer_lands_nothing_after_cancel() {
         remote: run(RegionKey(0)),
         local: run(local),
     }];
-    let (tx, done) = std::sync::mpsc::channel();
-    let done_once = Box::new(move |result| tx.send(result).unwrap());
-    let token = LeaseToken::random().unwrap();
-    let read = importer.read(&peer, token, copies, ReadOptions::default(), done_once);
-    let there = told.recv_timeout(LONG).unwrap();
-    // Granted and posted by now.
-    thread::sleep(Duration::from_millis(100));
-    read.cancel();
-    assert_eq!(done.recv_timeout(LONG).unwrap(), Err(MoverError::Cancelled));
-    let path = bench.rail.path(&there, 0, false).unwrap();
-    answering
-        .connect(&bench.rail.choice, &path, &config().tuning())
+    let refused = peers::read(&mover, &mover.endpoint(), copies)
+        .1
+        .recv_timeout(LONG)
         .unwrap();
-    thread::sleep(Duration::from_millis(500));
-    assert!(target.read(0, LEN) == [0; LEN], "a byte landed after cancel");
+    assert!(
+        matches!(&refused, Err(MoverError::Verbs(VerbsError::DeviceLost { .. }))),
+        "{refused:?}"
+    );
 }
 
-/// Welcomes whoever comes with the ends that `welcome` makes of his, and grants this key whatever is asked.
-fn a_peer_that_grants(
-    region: RegionKey,
-    len: u64,
-    key: Key,
-    welcome: impl Fn(Vec<wire::End>) -> Vec<wire::End> + Send + 'static,
-) -> String {
-    use crate::tcp::wire::{Head, Status, decode_request, encode_head};
-    use std::io::{Read, Write};
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    thread::spawn(move || {
-        let (mut socket, _) = listener.accept().unwrap();
-        let (mut input, mut buffer) = (Vec::new(), [0; 4096]);
-        let say = |socket: &mut std::net::TcpStream, id, body: &[u8]| {
-            let mut out = Vec::new();
-            let head = Head {
-                status: Status::Ok,
-                id,
-                len: body.len() as u64,
-                fact: 0,
-            };
-            encode_head(&mut out, &head);
-            out.extend_from_slice(body);
-            socket.write_all(&out).unwrap();
-        };
-        let mut greeted = None;
-        // Ends when the importer has had enough.
-        while let Ok(count @ 1..) = socket.read(&mut buffer) {
-            input.extend_from_slice(&buffer[..count]);
-            if greeted.is_none()
-                && let Some((hello, used)) = wire::decode_hello(&input).unwrap()
-            {
-                input.drain(..used);
-                let mut body = Vec::new();
-                let ends = welcome(hello.ends);
-                wire::encode_ends(&mut body, &ends);
-                say(&mut socket, 0, &body);
-                greeted = Some(ends.len());
-            }
-            if let Some(paths) = greeted
-                && let Some((request, used)) = decode_request(&input).unwrap()
-            {
-                input.drain(..used);
-                let keys = vec![key; paths];
-                let grant = wire::Grant {
-                    crc: 0,
-                    regions: vec![wire::RegionKeys { region, len, keys }],
-                };
-                let mut body = Vec::new();
-                wire::encode_grant(&mut body, &grant);
-                say(&mut socket, request.id, &body);
-            }
-        }
+/// What is asked for is cut to what the device takes.
+#[test]
+fn queues_are_no_deeper_than_the_device_allows() {
+    if !is_there() {
+        return;
+    }
+    let deep = VerbsConfig {
+        depth: u32::MAX,
+        ..config()
+    };
+    let rail = rail(&deep);
+    assert_eq!(rail.depth, rail.domain.device.limits.requests);
+    assert!(rail.pieces <= rail.domain.device.limits.pieces as usize);
+}
+
+/// XFER-2: a queue pair that is being connected when its lease is fenced is found by the fence, which waits for it. One
+/// that would be made after it is not.
+#[test]
+fn a_fence_finds_the_queue_pair_that_is_being_connected() {
+    if !is_there() {
+        return;
+    }
+    let (bench, now, token) = (Bench::new(), Instant::now(), LeaseToken::random().unwrap());
+    let shared = Shared::new(Leases::new(8), Arc::new(bench.memory), vec![bench.rail.clone()]);
+    shared.leases.expose(token, now, LONG).unwrap();
+    let lease = shared.leases.find(&token, now).unwrap();
+    let door = shared.door(1, token);
+    let fenced = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let made = door.admit(&lease, now, || {
+        let (shared, fenced) = (shared.clone(), fenced.clone());
+        let (begin, begun) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            begin.send(()).unwrap();
+            shared.fence(&token);
+            fenced.store(true, Ordering::SeqCst);
+        });
+        begun.recv().unwrap();
+        thread::sleep(Duration::from_millis(100));
+        bench.rail.answering()
     });
-    address
+    assert_eq!(
+        (made, fenced.load(Ordering::SeqCst)),
+        (Ok(true), false),
+        "the fence came back too early"
+    );
+    while !fenced.load(Ordering::SeqCst) {
+        assert!(now.elapsed() < LONG, "the fence hangs");
+        thread::yield_now();
+    }
+    assert!(door.is_empty(), "a queue pair stands behind the fence");
+    assert_eq!(door.admit(&lease, now, || unreachable!("the lease is over")), Ok(false));
+    // Also by a door that the fence came too early to see.
+    let late = shared.door(2, token);
+    assert_eq!(late.admit(&lease, now, || unreachable!("the lease is over")), Ok(false));
+}
+
+/// Whatever ends the importer's thread, a read is told, once, and nothing of it lands any more.
+#[test]
+fn an_importer_that_ends_tells_its_reads() {
+    if !is_there() {
+        return;
+    }
+    let bench = Bench::new();
+    let rails = [bench.rail.clone()];
+    let (poll, waker) = importer::listen(&rails).unwrap();
+    let inbox = Inbox::new(waker);
+    let mut importer = Importer::new(&bench.memory, &rails, config(), poll, inbox.clone());
+    let (tx, done) = std::sync::mpsc::channel();
+    let read = |id| {
+        let over = Arc::new(Over::default());
+        let run = |region| Run {
+            region: RegionKey(region),
+            offset: 0,
+            len: LEN as u64,
+        };
+        let copy = Copy {
+            remote: run(0),
+            local: run(1),
+        };
+        let limits = ChunkLimits { bytes: 4096, runs: 1 };
+        let tx = tx.clone();
+        Read {
+            id,
+            peer: "127.0.0.1:9".into(),
+            plan: Ok(("127.0.0.1:9".parse().unwrap(), plan::chunks(&[copy], &limits))),
+            token: LeaseToken::random().unwrap(),
+            options: ReadOptions::default(),
+            ticket: Ticket(over),
+            begun: Instant::now(),
+            done: Box::new(move |result| tx.send((id, result)).unwrap()),
+        }
+    };
+    importer.begin(read(1), Instant::now());
+    assert!(inbox.send(Command::Read(read(2))).is_none());
+    drop(importer);
+    let told: Vec<_> = done.try_iter().collect();
+    assert_eq!(told, [(1, Err(MoverError::Closed)), (2, Err(MoverError::Closed))]);
+    assert!(inbox.send(Command::Read(read(3))).is_some(), "nobody would read it");
 }
 
 /// A line over which `run` may be read.
 fn granted<'m>(rails: &[Arc<Rail>], peer: &str, token: LeaseToken, run: &Run) -> Line<'m> {
-    let (now, address) = (Instant::now(), peer.parse().unwrap());
-    let mut line = Line::dial(rails, &config(), &peer.into(), address, token, now).unwrap();
-    line.ask(0, &[*run], run.len, false, now);
-    loop {
-        assert!(now.elapsed() < LONG, "nothing was granted");
-        (line.readable, line.writable) = (true, true);
-        let mut heard = Vec::new();
-        line.drive(&mut heard, rails, &config(), Instant::now()).unwrap();
-        for heard in heard {
-            if let Heard::Granted(_, grant) = heard {
-                assert!(matches!(line.state, State::Open));
-                grant
-                    .regions
-                    .into_iter()
-                    .for_each(|each| line.keys.learn(each.region, each.len, each.keys));
-                return line;
-            }
+    let mut line = welcomed(rails, &config(), peer, token).unwrap();
+    line.ask(0, &[*run], run.len, false, Instant::now());
+    for heard in hear(&mut line, rails, &config()).unwrap() {
+        if let Heard::Granted(_, grant) = heard {
+            let Line { keys, .. } = &mut line;
+            grant
+                .regions
+                .into_iter()
+                .for_each(|each| keys.learn(each.region, each.len, each.keys));
         }
+    }
+    assert!(line.keys.covers(run), "nothing was granted");
+    line
+}
+
+/// A line whose queue pairs are connected.
+fn welcomed<'m>(
+    rails: &[Arc<Rail>],
+    config: &VerbsConfig,
+    peer: &str,
+    token: LeaseToken,
+) -> Result<Line<'m>, MoverError> {
+    let (now, address) = (Instant::now(), peer.parse().unwrap());
+    let mut line = Line::dial(rails, config, &peer.into(), address, token, now)?;
+    hear(&mut line, rails, config)?;
+    assert!(matches!(line.state, State::Open));
+    Ok(line)
+}
+
+/// What the peer says next.
+fn hear(line: &mut Line<'_>, rails: &[Arc<Rail>], config: &VerbsConfig) -> Result<Vec<Heard>, MoverError> {
+    let (begun, mut heard) = (Instant::now(), Vec::new());
+    while heard.is_empty() {
+        assert!(begun.elapsed() < LONG, "the peer says nothing");
+        (line.readable, line.writable) = (true, true);
+        line.drive(&mut heard, rails, config, Instant::now())?;
         thread::sleep(Duration::from_millis(1));
     }
+    Ok(heard)
 }
