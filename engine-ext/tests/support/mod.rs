@@ -7,6 +7,7 @@ mod behind;
 pub use behind::Behind;
 
 use std::{
+    env,
     net::SocketAddr,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -14,7 +15,7 @@ use std::{
 
 use kvc_engine_ext::{
     Config,
-    harness::{Client, Start, TestEngine, true_kv},
+    harness::{Client, Start, TestEngine, TestTurn, true_kv},
 };
 use kvc_proto::{
     id::{Incarnation, Placement, RequestKey, ReservationId, RouterId, SessionId, StoreId},
@@ -30,9 +31,13 @@ pub fn config(settings: &[(&str, &str)]) -> Config {
     Config::load(&all, []).expect("settings")
 }
 
-/// An engine with these settings.
+/// An engine with these settings. In the RDMA guest (scripts/rdma/test.sh) its KV moves over verbs and no other way.
 pub fn engine(settings: &[(&str, &str)], page_tokens: u32) -> TestEngine {
-    TestEngine::start(Start::new(config(settings), page_tokens)).expect("an engine")
+    let mut settings = settings.to_vec();
+    if env::var_os("KVC_RDMA_GUEST").is_some() {
+        settings.push(("force_rdma", "true"));
+    }
+    TestEngine::start(Start::new(config(&settings), page_tokens)).expect("an engine")
 }
 
 /// `n` tokens that are different for each `seed`.
@@ -249,16 +254,21 @@ pub fn compare(
         .unwrap();
     engine.begin(&mut turn);
     let reused = turn.reused;
+    compare_reused(engine, &turn, prompt);
+    engine.finish(turn, &[1, 2, 3]);
+    engine.step();
+    reused
+}
+
+/// Compares every reused position of a turn that has begun with the true KV.
+pub fn compare_reused(engine: &TestEngine, turn: &TestTurn, prompt: &[Token]) {
     let bytes = engine.arena().layout().token_bytes();
-    let (held, right) = (engine.bytes(&turn), true_kv(prompt, bytes));
+    let (held, right) = (engine.bytes(turn), true_kv(prompt, bytes));
     for (at, (held, right)) in held.iter().zip(&right).enumerate() {
         assert!(held == right, "position {at} holds other KV");
     }
     // Negative control: two swapped positions would be seen.
-    if reused >= 2 {
+    if turn.reused >= 2 {
         assert_ne!(held[0], right[1]);
     }
-    engine.finish(turn, &[1, 2, 3]);
-    engine.step();
-    reused
 }
