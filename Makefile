@@ -11,10 +11,10 @@ setup:  ## SGLang on CPU, the kvc wheel and a tiny model into .env
 demo:   ## 1 prefill + 2 decode workers and the router replay real sessions
 	@scripts/demo.sh
 
-test:   ## every test: Rust, Python, real engines, and the checks of make lint
+test:   ## every test: Rust, RDMA, Python, real engines, and the checks of make lint
 	@scripts/test.sh
 
-rdmatest: ## the verbs mover over software RoCE in an emulated guest (8 minutes; not part of make test yet)
+rdmatest: ## of these, RDMA over software RoCE in an emulated guest
 	@scripts/rdma/test.sh
 
 lint:   ## formatting, clippy, ruff, mypy, stubs, SPECIFICATION.md against the tests

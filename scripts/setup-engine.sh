@@ -2,12 +2,13 @@
 # usage: scripts/setup-engine.sh [--release | --no-wheel]
 # Makes .env: SGLang 0.5.10.post1 on CPU with the kvc wheel in it (.env/sglang) and a tiny model (.env/model).
 # For Debian 12 with Rust and CPython 3.11; PYTHON names another interpreter of that version. Needs about 3.2 GB of disk and
-# the package index. Safe to repeat: each part is made once for its inputs, and made anew when they change or when
+# the package index. The wheel has the verbs mover where that can be built (cmake, libclang, rdma-core's headers). Safe to repeat: each part is made once for its inputs, and made anew when they change or when
 # it was interrupted. --release builds the wheel as a user gets it, for benches; --no-wheel leaves kvc out.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 engine=$root/scripts/engine
 sglang=0.5.10.post1
+verbs_packages="cmake libclang-dev pkg-config libibverbs-dev"
 
 main() {
   mkdir -p "$env_dir"
@@ -52,6 +53,12 @@ system_packages() {
   for p in gcc binutils libc6-dev git; do dpkg -s "$p" >/dev/null 2>&1 || need+=("$p"); done
   "$python" -c 'import ensurepip' 2>/dev/null || need+=(python3.11-venv)
   [ ${#need[@]} = 0 ] || step "apt-get install ${need[*]}" apt_install "${need[@]}"
+  can_build_verbs || step "apt-get install $verbs_packages" apt_install_or_without $verbs_packages
+}
+
+apt_install_or_without() {
+  apt_install "$@" && can_build_verbs ||
+    say "kvc is built WITHOUT the verbs mover (feature verbs), the RDMA tests are skipped: install $*"
 }
 
 apt_install() {
@@ -88,9 +95,10 @@ make_model() {
 
 # Cargo decides whether anything has to be compiled; the wheel is installed and the engine patched only when it changed.
 install_wheel() {
-  local out=$env_dir/wheel.new now
+  local out=$env_dir/wheel.new now features=()
+  ! can_build_verbs || features=(--features verbs)
   rm -rf "$out"
-  (cd "$root/python-shim" && "$venv/bin/maturin" build --profile "$1" --interpreter "$py" --out "$out" 2>"$env_dir/wheel.log") ||
+  (cd "$root/python-shim" && "$venv/bin/maturin" build --profile "$1" "${features[@]}" --interpreter "$py" --out "$out" 2>"$env_dir/wheel.log") ||
     { tail -40 "$env_dir/wheel.log" >&2; return 1; }
   now=$("$py" "$engine/wheel_digest.py" "$out"/*.whl)
   if [ "$(cat "$venv/.wheel" 2>/dev/null)" = "$now" ]; then say "  unchanged"; rm -rf "$out"; return; fi

@@ -10,7 +10,7 @@ set -euo pipefail
 
 packages="busybox-static kmod cpio iproute2 libibverbs-dev ibverbs-providers ibverbs-utils perftest cmake libclang-dev pkg-config"
 modules="crc32_generic virtio_pci virtio_net rdma_rxe ib_uverbs rdma_ucm veth dummy"
-programs="rdma ibv_devinfo ibv_devices ibv_rc_pingpong ib_read_bw"
+programs="rdma ibv_devinfo ibv_devices ibv_rc_pingpong ib_read_bw ib_write_bw"
 plugins=/usr/lib/x86_64-linux-gnu/libibverbs   # opened with dlopen by libibverbs itself
 
 say() { printf 'rdma guest: %s\n' "$*"; }

@@ -9,15 +9,25 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$root"
 
-# TITLE|TOPOLOGY|[NAME=VALUE...] TEST BINARY [ARGUMENTS...]: what one guest runs, in this order.
+# TITLE|TOPOLOGY|[NAME=VALUE...] TEST BINARY [ARGUMENTS...]: what one guest runs, in this order. Values in /bin are binaries too.
 parts='suite, one device|one|verbs
 keys and queue pairs|one|kvc_rdma verbs::tests
 allocations|one|verbs_allocations
+kvc-perf|one|KVC_PERF=/bin/kvc-perf perf verbs_is devices_says
+workers|one|verbs_workers
+workers: seeds|one|transfer
+workers: replicas|one|sync
+workers: moves|one|migration
 suite, two devices|pair|verbs
 faults|rails|verbs_faults
 without a device|none|KVC_RDMA_EXPECT=device verbs_absent
+workers without a device|none|KVC_RDMA_EXPECT=device verbs_workers does_not_start_without
+kvc-perf without a device|none|KVC_PERF=/bin/kvc-perf perf devices_says
 without the kernel modules|no-kernel|KVC_RDMA_EXPECT=kernel verbs_absent
-without the library|no-library|KVC_RDMA_EXPECT=library verbs_absent'
+workers without the kernel modules|no-kernel|KVC_RDMA_EXPECT=kernel verbs_workers does_not_start_without
+without the library|no-library|KVC_RDMA_EXPECT=library verbs_absent
+workers without the library|no-library|KVC_RDMA_EXPECT=library verbs_workers does_not_start_without
+kvc-perf without the library|no-library|KVC_PERF=/bin/kvc-perf perf devices_says'
 
 # What two guests on one wire run, both of them.
 hosts='two machines|net|verbs_hosts'
@@ -39,23 +49,31 @@ main() {
 
 # The workspace's test binaries that the tables name, without debug information, as $work/bin/NAME.
 build() {
-  local names path
-  names=$(sed 's/.*|//; s/[A-Z_]*=[^ ]* //; s/ .*//' <<<"$parts"$'\n'"$hosts" | sort -u)
-  # shellcheck disable=SC2046
-  cargo test --workspace --features "$(features)" --quiet --no-run --message-format json --lib \
-    $(grep -v '^kvc_' <<<"$names" | sed 's/^/--test=/') | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' > "$work/paths"
+  local tests path name
+  tests=$(binaries "$parts"$'\n'"$hosts" | grep -v '^kvc' | sed 's/^/--test=/')
+  # shellcheck disable=SC2086
+  cargo test --workspace --features "$(features)" --quiet --no-run --message-format json --lib $tests |
+    sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' > "$work/paths"
   mkdir "$work/bin"
   while read -r path; do
-    ! grep -qx "$(basename "${path%-*}")" <<<"$names" || strip --strip-debug -o "$work/bin/$(basename "${path%-*}")" "$path"
+    name=$(basename "$path" | sed -E 's/-[0-9a-f]{16}$//')
+    strip --strip-debug -o "$work/bin/$name" "$path"
   done < "$work/paths"
+}
+
+# The names of a table's binaries, each once.
+binaries() {
+  sed 's/.*|//' <<<"$1" | awk '{
+    for (at = 1; at <= NF && $at ~ /=/; at++) if (sub(/.*=\/bin\//, "", $at)) print $at
+    print $at}' | sort -u
 }
 
 # in_a_guest TABLE SCRIPT: runs a table, and tells of each line what came out.
 in_a_guest() {
   local title log=$work/log rc=0 files
   echo "$1" > "$work/parts"
-  mapfile -t files < <(sed "s/.*|//; s/[A-Z_]*=[^ ]* //; s/ .*//; s,^,$work/bin/," <<<"$1" | sort -u)
-  TOPOLOGY=none LIMIT=${LIMIT:-900} "$here/$2" "$here/parts.sh" "$work/parts" "${files[@]}" > "$log" 2>&1 || rc=$?
+  mapfile -t files < <(binaries "$1" | sed "s,^,$work/bin/,")
+  TOPOLOGY=none MEM=1024 LIMIT=${LIMIT:-900} "$here/$2" "$here/parts.sh" "$work/parts" "${files[@]}" > "$log" 2>&1 || rc=$?
   while IFS='|' read -r title _; do report "$title" "$log"; done <<<"$1"
   [ $rc != 0 ] || return 0
   failed=1
