@@ -16,8 +16,8 @@ allocations|one|verbs_allocations
 kvc-perf|one|KVC_PERF=/bin/kvc-perf perf verbs_is devices_says
 workers|one|verbs_workers
 workers: seeds|one|transfer
-workers: replicas|one|sync
-workers: moves|one|migration
+workers: replicas|one|sync a_backup_follows an_announcement_across a_lost_session a_reseed_from_an_owner
+workers: moves|one|migration an_idle_session a_session_moves two_workers
 suite, two devices|pair|verbs
 faults|rails|verbs_faults
 without a device|none|KVC_RDMA_EXPECT=device verbs_absent
