@@ -17,16 +17,16 @@ use crate::{
     measure::{Load, Reader, Target, measure_memcpy},
     perftest::Tool,
     progress::Progress,
-    report::{Row, complain, median, print, ratios, say},
+    report::{Row, complain, median, print, rate, ratios, say},
     side::{Kind, Memory},
     what::What,
 };
 
 /// MiB of memory on either side.
 const POOL: u64 = 256;
-/// Of verbs: one read of 16 MiB. perftest uses one buffer of a run again and again, and to an emulated processor memory costs
-/// more the more of it is touched.
-const VERBS_POOL: u64 = 16;
+/// Of verbs: one read of 16 MiB, and four. perftest uses one buffer of a run again and again, and to an emulated processor
+/// memory costs more the more of it is touched.
+const VERBS_POOLS: [u64; 2] = [16, 64];
 /// Fences under load per round.
 const FENCES: usize = 20;
 
@@ -97,15 +97,18 @@ impl Run {
     }
 
     fn verbs(&self) -> Result<Vec<Pair>> {
-        let mut progress = Progress::new(VERBS_CASES.len() * self.rounds as usize);
+        let mut progress = Progress::new(VERBS_POOLS.len() * VERBS_CASES.len() * self.rounds as usize);
         let mut pairs = Vec::new();
-        for case in VERBS_CASES {
+        for (pool, case) in VERBS_POOLS
+            .into_iter()
+            .flat_map(|pool| VERBS_CASES.map(|case| (pool, case)))
+        {
             let mut rounds = Rounds::default();
             for _ in 0..self.rounds {
                 progress.step(&format!("verbs, {}", case.name()));
                 // Equal on both sides: one queue pair, which has 16 READs on the wire.
                 let ends = Ends::start(What {
-                    pool: VERBS_POOL,
+                    pool,
                     pairs: Some(1),
                     ..self.what(Kind::Verbs, Memory::Memfd, Memory::Memfd, 1)
                 })?;
@@ -113,7 +116,7 @@ impl Run {
                 let theirs = ends.perftest(Tool::Read, &case, ours.gb_s * 1e9)?;
                 rounds.add(ours, Some(theirs));
             }
-            pairs.extend(rounds.pair(""));
+            pairs.extend(rounds.pair(&format!("{pool} MiB")));
         }
         Ok(pairs)
     }
@@ -262,13 +265,13 @@ impl Pair {
         let Pair { ours, theirs, memory } = self;
         let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.2}"));
         let cpu = |row: &Row| Some(row.cpu_s_per_gb? + row.peer_cpu_s_per_gb?);
-        let beside = theirs.as_ref().map(|row| format!("{} {:.2}", row.by, row.gb_s));
+        let beside = theirs.as_ref().map(|row| format!("{} {}", row.by, rate(row.gb_s)));
         vec![
             ours.by.clone(),
             ours.case.clone(),
             memory.clone(),
             ours.streams.to_string(),
-            format!("{:.2}", ours.gb_s),
+            rate(ours.gb_s),
             beside.unwrap_or("-".into()),
             number(ours.ratio),
             number(cpu(ours)),

@@ -267,6 +267,8 @@ pub fn parse_seconds(text: &str) -> Result<f64, String> {
 mod tests {
     use std::collections::HashSet;
 
+    use proptest::prelude::*;
+
     use super::*;
 
     fn pool(len: u64) -> Pool {
@@ -374,6 +376,47 @@ mod tests {
         assert!(ok.check_depth(0).is_err() && ok.check_depth(1024).is_ok() && ok.check_depth(1025).is_err());
         let many = runs(1, MOST_RUNS);
         assert!(many.check_depth(4).is_ok() && many.check_depth(5).is_err());
+    }
+
+    /// Small numbers, and the largest.
+    fn number() -> impl Strategy<Value = u64> {
+        prop_oneof![20 => 1u64..5, 1 => 0u64..64, 1 => Just(1 << 20), 1 => Just(u64::MAX), 1 => any::<u64>()]
+    }
+
+    fn shape() -> impl Strategy<Value = Shape> {
+        let runs = (number(), number()).prop_map(|(len, count)| Shape::Runs { len, count });
+        let fields = (number(), number(), number(), number(), number(), number());
+        let tokens = fields.prop_map(|(layers, heads, dim, element, page, tokens)| Shape::Tokens {
+            layout: Layout {
+                layers,
+                heads,
+                dim,
+                element,
+                page,
+            },
+            tokens,
+        });
+        prop_oneof![runs, tokens]
+    }
+
+    proptest! {
+        /// XFER-10: a case may come from the other end. What passes the check is copied inside both pools, and costs no
+        /// more than its bounds.
+        #[test]
+        fn whatever_passes_the_check_lies_inside_both_pools(shape in shape(), access in 0..3, number in number(), (from, to) in (1u64..1 << 22, 1u64..1 << 22)) {
+            let access = [Access::Contiguous, Access::Scattered, Access::Gathered][access as usize];
+            let case = Case { shape, access };
+            if case.check(from, "the server's").and(case.check(to, "the client's")).is_ok() {
+                let copies = case.copies(number, pool(from), pool(to));
+                prop_assert_eq!(copies.len() as u64, case.count());
+                prop_assert!(copies.iter().all(|copy| copy.remote.end().is_some_and(|end| end <= from)));
+                prop_assert!(copies.iter().all(|copy| copy.local.end().is_some_and(|end| end <= to)));
+                prop_assert_eq!(copies.iter().map(|copy| copy.remote.len).sum::<u64>(), case.bytes());
+                let all: usize = case.round(pool(from), pool(to)).iter().map(Vec::len).sum();
+                prop_assert!(all as u64 <= MOST_RUNS);
+                let _ = case.check_depth(number);
+            }
+        }
     }
 
     #[test]

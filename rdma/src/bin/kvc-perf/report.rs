@@ -230,6 +230,14 @@ pub fn print(table: &[Vec<String>]) {
     }
 }
 
+/// Three digits that say something, an emulated device's rates included.
+pub fn rate(gb_s: f64) -> String {
+    match gb_s {
+        slow if slow < 1.0 => format!("{slow:.3}"),
+        fast => format!("{fast:.2}"),
+    }
+}
+
 fn cells(row: &Row) -> Vec<String> {
     let number = |value: Option<f64>, digits: usize| value.map_or("-".into(), |value| format!("{value:.digits$}"));
     let access = match row.access {
@@ -251,7 +259,7 @@ fn cells(row: &Row) -> Vec<String> {
         row.depth.to_string(),
         row.streams.to_string(),
         row.peers.to_string(),
-        format!("{:.2}", row.gb_s),
+        rate(row.gb_s),
         number(row.messages_s, 0),
         number(row.p50_us, 0),
         number(row.p99_us, 0),
