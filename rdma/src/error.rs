@@ -99,6 +99,12 @@ pub enum MoverError {
         /// Which.
         run: Run,
     },
+    /// GPU memory, and a mover that copies with the processor; or a checksum of GPU memory.
+    #[error("{len} bytes of GPU memory are out of the processor's reach: stage them through host memory, or use verbs")]
+    NotHost {
+        /// Of the region.
+        len: u64,
+    },
     /// A file that peers could not map safely.
     #[error("the file of a region: {what} is {got:#x}, expected {expected:#x}")]
     NotShareable {
@@ -251,6 +257,7 @@ impl MoverError {
             | MoverError::Truncated { .. }
             | MoverError::NotShared { .. }
             | MoverError::NotShareable { .. }
+            | MoverError::NotHost { .. }
             | MoverError::OtherHost { .. }
             | MoverError::OtherUser { .. }
             | MoverError::TooMany { .. }

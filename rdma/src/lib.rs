@@ -27,7 +27,7 @@ pub use error::MoverError;
 #[cfg(feature = "fault")]
 pub use loopback::Loopback;
 pub use mover::{Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions, ReadStats};
-pub use region::{HostRegion, Region, RegionKey, Run};
+pub use region::{Dmabuf, HostRegion, Region, RegionKey, Run};
 pub use shm::{ShmConfig, ShmMover};
 pub use tcp::{TcpConfig, TcpMover};
 #[cfg(feature = "verbs")]

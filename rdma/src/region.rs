@@ -44,15 +44,34 @@ impl fmt::Display for Run {
     }
 }
 
-/// `{address, length}` of host memory to register.
+/// `{address, length}` of memory to register.
 #[derive(Clone, Debug)]
 pub struct Region {
     address: NonNull<u8>,
     len: u64,
+    place: Place,
     /// The file it is a shared mapping of, if any: then the `shm` mover exports it.
     file: Option<SharedFile>,
     /// Keeps owned memory alive as long as the mover knows it.
     _owner: Option<Arc<HostRegion>>,
+}
+
+/// Whose memory it is.
+#[derive(Clone, Debug)]
+enum Place {
+    /// The processor's.
+    Host,
+    /// A GPU's, with what its driver exported of it, if it did.
+    Gpu(Option<Dmabuf>),
+}
+
+/// Where a region of GPU memory begins in a dma-buf.
+#[derive(Clone, Debug)]
+pub struct Dmabuf {
+    /// As the GPU's driver exported it.
+    pub file: Arc<OwnedFd>,
+    /// The region's first byte in it.
+    pub offset: u64,
 }
 
 // SAFETY: obligation 1 — a `Region` is an address, not a borrow; who made it promised (`from_raw`) or owns
@@ -72,8 +91,40 @@ impl Region {
         Region {
             address,
             len,
+            place: Place::Host,
             file: None,
             _owner: None,
+        }
+    }
+
+    /// GPU memory that somebody else owns: `address` is the device's, which this process cannot follow. Only verbs moves
+    /// it, by GPUDirect; other movers refuse it, and verbs does where no device reaches it. Then it is staged through
+    /// host memory.
+    ///
+    /// # Safety
+    /// As of [`Region::from_raw`], with mapped on the device for mapped; and obligation 2: the stream that wrote exposed
+    /// bytes was synced before they are.
+    pub unsafe fn of_gpu(address: NonNull<u8>, len: u64, dmabuf: Option<Dmabuf>) -> Self {
+        Region {
+            address,
+            len,
+            place: Place::Gpu(dmabuf),
+            file: None,
+            _owner: None,
+        }
+    }
+
+    /// Whether the processor can read and write it.
+    pub fn is_host(&self) -> bool {
+        matches!(self.place, Place::Host)
+    }
+
+    /// What its GPU's driver exported of it.
+    #[cfg(feature = "verbs")]
+    pub(crate) fn dmabuf(&self) -> Option<&Dmabuf> {
+        match &self.place {
+            Place::Host => None,
+            Place::Gpu(dmabuf) => dmabuf.as_ref(),
         }
     }
 
@@ -127,6 +178,7 @@ impl From<Arc<HostRegion>> for Region {
         Region {
             address: owner.address,
             len: owner.len as u64,
+            place: Place::Host,
             file,
             _owner: Some(owner),
         }
@@ -281,7 +333,16 @@ impl fmt::Debug for HostRegion {
 pub(crate) struct Regions(RwLock<Vec<Region>>);
 
 impl Regions {
+    /// For a mover that copies with the processor.
     pub(crate) fn add(&self, region: Region) -> Result<RegionKey, MoverError> {
+        if !region.is_host() {
+            return Err(MoverError::NotHost { len: region.len });
+        }
+        self.add_any(region)
+    }
+
+    /// For a mover that needs no processor.
+    pub(crate) fn add_any(&self, region: Region) -> Result<RegionKey, MoverError> {
         let mut regions = self.0.write().unwrap_or_else(PoisonError::into_inner);
         let key = u32::try_from(regions.len()).map_err(|_| MoverError::TooMany {
             what: "regions",
@@ -355,6 +416,16 @@ mod tests {
         assert!(regions.locate(&run(0, 1, 100)).is_none());
         assert!(regions.locate(&run(0, u64::MAX, 2)).is_none());
         assert!(regions.locate(&run(1, 0, 1)).is_none());
+    }
+
+    /// What a processor cannot follow is never given to a mover that copies with one.
+    #[test]
+    fn gpu_memory_is_registered_with_verbs_alone() {
+        // SAFETY: nothing is there, and nobody follows the address, which is what is shown.
+        let gpu = unsafe { Region::of_gpu(NonNull::dangling(), 100, None) };
+        let regions = Regions::default();
+        assert_eq!(regions.add(gpu.clone()), Err(MoverError::NotHost { len: 100 }));
+        assert_eq!(regions.add_any(gpu), Ok(RegionKey(0)));
     }
 
     #[test]

@@ -2,11 +2,13 @@
 //! registered, queues that are small. Run in a guest with software RoCE (scripts/rdma/test.sh), on two devices.
 
 mod verbs_guest;
+mod verbs_scene;
 
 use std::{
     env,
     io::{BufRead, BufReader, Read},
-    os::fd::AsFd,
+    net::TcpListener,
+    os::fd::{AsFd, FromRawFd, OwnedFd},
     process::{Child, ChildStdout, Command, Stdio},
     ptr::NonNull,
     sync::{Arc, mpsc},
@@ -15,158 +17,18 @@ use std::{
 };
 
 use kvc_rdma::{
-    Copy, HostRegion, LeaseToken, Mover, MoverError, ReadHandle, ReadOptions, ReadStats, Region, RegionKey, Run,
-    VerbsConfig, VerbsMover,
+    Copy, Dmabuf, HostRegion, LeaseToken, Mover, MoverError, ReadOptions, Region, RegionKey, Run, VerbsMover,
     shm::Pages,
-    verbs::{VerbsError, survey},
+    verbs::{NoDmabuf, VerbsError},
 };
 use verbs_guest::{config, is_there};
+use verbs_scene::{
+    Down, LEN, LONG, Scene, Unaddressed, begin, devices, expose, held, nothing_lands, pattern, run, wait,
+    wait_for_landing,
+};
 
-const LONG: Duration = Duration::from_secs(60);
-const LEN: usize = 16 << 20;
 /// Set for the process that is killed.
 const CHILD: &str = "KVC_RDMA_CHILD";
-
-type Outcome = Result<ReadStats, MoverError>;
-
-/// An exporter with a lease on all of its region, and an importer.
-struct Scene {
-    exporter: VerbsMover,
-    importer: VerbsMover,
-    token: LeaseToken,
-    copy: Copy,
-    target: Arc<HostRegion>,
-}
-
-impl Scene {
-    /// Every device of the one talks to the same of the other.
-    fn new(len: usize, change: impl Fn(&mut VerbsConfig)) -> Self {
-        let start = || {
-            let mut config = config(false);
-            change(&mut config);
-            VerbsMover::start(config).unwrap()
-        };
-        let (exporter, importer) = (start(), start());
-        let (token, region) = expose(&exporter, len);
-        let target = HostRegion::new(len);
-        let local = importer.register(target.clone().into()).unwrap();
-        let run = |region| Run {
-            region,
-            offset: 0,
-            len: len as u64,
-        };
-        Scene {
-            copy: Copy {
-                remote: run(region),
-                local: run(local),
-            },
-            exporter,
-            importer,
-            token,
-            target,
-        }
-    }
-
-    fn begin(&self) -> (ReadHandle, mpsc::Receiver<Outcome>) {
-        begin(&self.importer, &self.exporter.endpoint(), self.token, vec![self.copy])
-    }
-
-    fn is_whole(&self) -> bool {
-        self.target.read(0, LEN.min(self.target.len())) == pattern(self.target.len())
-    }
-}
-
-fn expose(exporter: &VerbsMover, len: usize) -> (LeaseToken, RegionKey) {
-    let region = exporter.register(HostRegion::from_bytes(&pattern(len)).into()).unwrap();
-    let token = LeaseToken::random().unwrap();
-    exporter.expose(token, LONG).unwrap();
-    exporter
-        .extend(
-            &token,
-            &[Run {
-                region,
-                offset: 0,
-                len: len as u64,
-            }],
-        )
-        .unwrap();
-    (token, region)
-}
-
-fn begin(
-    importer: &VerbsMover,
-    peer: &str,
-    token: LeaseToken,
-    copies: Vec<Copy>,
-) -> (ReadHandle, mpsc::Receiver<Outcome>) {
-    let (tx, done) = mpsc::channel();
-    let options = ReadOptions {
-        deadline: LONG,
-        ..ReadOptions::default()
-    };
-    (
-        importer.read(
-            peer,
-            token,
-            copies,
-            options,
-            Box::new(move |result| tx.send(result).unwrap()),
-        ),
-        done,
-    )
-}
-
-fn wait(done: &mpsc::Receiver<Outcome>) -> Outcome {
-    done.recv_timeout(LONG).expect("done is called")
-}
-
-fn wait_for_landing(target: &HostRegion, done: &mpsc::Receiver<Outcome>) {
-    let begun = Instant::now();
-    while target.read(0, 1) == [0] {
-        assert!(begun.elapsed() < LONG && done.try_recv().is_err(), "nothing landed");
-        thread::yield_now();
-    }
-}
-
-/// Never zero, and no two neighbouring pages alike.
-fn pattern(len: usize) -> Vec<u8> {
-    (0..len).map(|at| 1 + (at ^ at >> 12) as u8 % 250).collect()
-}
-
-fn run(program: &str, arguments: &[&str]) {
-    let status = Command::new(program).args(arguments).status().unwrap();
-    assert!(status.success(), "{program} {arguments:?}: {status}");
-}
-
-/// An interface that is down, until this is dropped.
-struct Down(&'static str);
-
-impl Down {
-    fn take(interface: &'static str) -> Self {
-        run("/opt/bin/ip", &["link", "set", interface, "down"]);
-        Down(interface)
-    }
-}
-
-impl Drop for Down {
-    fn drop(&mut self) {
-        run("/opt/bin/ip", &["link", "set", self.0, "up"]);
-    }
-}
-
-fn devices() -> Vec<String> {
-    survey().verbs.unwrap_or_default()
-}
-
-/// After a `done` with an error nothing lands any more (XFER-2).
-fn nothing_lands(target: &HostRegion) {
-    target.write(0, &vec![0x77; target.len()]);
-    thread::sleep(Duration::from_millis(300));
-    assert!(
-        target.read(0, target.len()).iter().all(|byte| *byte == 0x77),
-        "a byte landed after done"
-    );
-}
 
 /// T7: the exporter's process is killed in the middle; another peer of the same importer does not notice.
 #[test]
@@ -517,40 +379,183 @@ fn memory_that_cannot_be_registered_is_told_with_its_remedy() {
     assert!(locked.to_string().contains("ulimit -l unlimited"));
 }
 
-/// The GPU path's first refusal: software RoCE takes no dma-buf, and says so.
+/// F20, the chain for GPU memory as far as a machine without a GPU has it. Software RoCE takes no dma-buf; then the
+/// device's address is tried, which nothing answers for here, so the verdict is to stage, with both causes. Where something
+/// answers for it (host memory stands for the GPU's), it is read and landed in, and only a checksum of it cannot be had.
 #[test]
-fn a_dmabuf_is_refused_by_software_roce() {
+fn gpu_memory_is_tried_as_a_dmabuf_and_by_its_address_and_else_staged() {
     if !is_there() {
         return;
     }
+    let len = 1 << 20;
+    let (source, (memory, file)) = (HostRegion::from_bytes(&pattern(len)), memfd(len));
     let mover = VerbsMover::start(config(false)).unwrap();
-    let file = std::fs::File::open("/dev/zero").unwrap();
-    let refused = mover.try_dmabuf(file.as_fd(), 1 << 20).unwrap_err();
+    let refused = mover.try_dmabuf(file.as_fd(), len as u64).unwrap_err();
+    let why = NoDmabuf::Refused {
+        errno: libc::EOPNOTSUPP,
+    };
     assert!(
-        matches!(
-            refused,
-            VerbsError::NoDmabuf {
-                errno: libc::EOPNOTSUPP,
-                ..
-            }
-        ),
+        matches!(&refused, VerbsError::NoDmabuf { why: got, .. } if *got == why),
         "{refused}"
     );
     assert!(refused.to_string().contains("nvidia-peermem"));
+    let exported = || {
+        Some(Dmabuf {
+            file: file.clone(),
+            offset: 0,
+        })
+    };
+    let nowhere = NonNull::new(4096 as *mut u8).unwrap();
+    for (dmabuf, expected) in [(exported(), why), (None, NoDmabuf::NotExported)] {
+        // SAFETY: nothing is mapped there, which is the point: the kernel refuses and nobody reads or writes it.
+        let gpu = unsafe { Region::of_gpu(nowhere, len as u64, dmabuf) };
+        let refused = mover.register(gpu).unwrap_err();
+        let is_both = matches!(&refused, MoverError::Verbs(VerbsError::Stage { dmabuf, peer: libc::EFAULT, .. })
+            if *dmabuf == expected);
+        assert!(is_both, "{refused}");
+        assert!(
+            refused
+                .to_string()
+                .contains("stage these 1048576 bytes through host memory")
+        );
+    }
+    let exporter = VerbsMover::start(config(false)).unwrap();
+    // SAFETY: obligation 1 — both were made before the movers and live longer.
+    let [remote, local] = [(&exporter, source.address()), (&mover, memory.address())].map(|(mover, address)| unsafe {
+        let address = NonNull::new(address as *mut u8).unwrap();
+        mover.register(Region::of_gpu(address, len as u64, exported())).unwrap()
+    });
+    let whole = |region| Run {
+        region,
+        offset: 0,
+        len: len as u64,
+    };
+    let token = LeaseToken::random().unwrap();
+    exporter.expose(token, LONG).unwrap();
+    exporter.extend(&token, &[whole(remote)]).unwrap();
+    let copies = vec![Copy {
+        remote: whole(remote),
+        local: whole(local),
+    }];
+    wait(&begin(&mover, &exporter.endpoint(), token, copies.clone()).1).unwrap();
+    assert!(memory.read(0, len) == pattern(len));
+    let checked = |copies| {
+        let (tx, done) = mpsc::channel();
+        let options = ReadOptions {
+            checksum: true,
+            ..ReadOptions::default()
+        };
+        let done_once = Box::new(move |result| tx.send(result).unwrap());
+        mover.read(&exporter.endpoint(), token, copies, options, done_once);
+        wait(&done)
+    };
+    assert_eq!(checked(copies), Err(MoverError::NotHost { len: len as u64 }), "XFER-8");
+    let on_host = mover.register(HostRegion::new(len).into()).unwrap();
+    let landing_on_host = vec![Copy {
+        remote: whole(remote),
+        local: whole(on_host),
+    }];
+    let refused = checked(landing_on_host);
+    assert!(matches!(refused, Err(MoverError::RangeRefused { .. })), "{refused:?}");
 }
 
-/// Nothing half-connected stays: a start that is refused leaves no listener and no device open.
+/// Memory in a file, and the file.
+fn memfd(len: usize) -> (Arc<HostRegion>, Arc<OwnedFd>) {
+    let memory = HostRegion::new(len);
+    // SAFETY: a name and numbers; the descriptor that comes back is owned by nobody else.
+    let file = unsafe { OwnedFd::from_raw_fd(libc::memfd_create(c"gpu".as_ptr(), 0)) };
+    std::fs::File::from(file.try_clone().unwrap())
+        .set_len(len as u64)
+        .unwrap();
+    (memory, Arc::new(file))
+}
+
+/// Nothing stays of a start that is refused, and the line says what to do.
 #[test]
-fn a_device_that_is_not_there_is_refused_by_name() {
+fn a_start_that_is_refused_leaves_nothing() {
     if !is_there() {
         return;
     }
-    let mut config = config(false);
-    config.wish.devices = vec!["mlx5_9".into()];
-    let refused = VerbsMover::start(config).map(|_| ()).unwrap_err();
+    let before = held();
+    let refused = |device: &str| {
+        let mut config = config(false);
+        config.wish.devices = vec![device.into()];
+        let line = VerbsMover::start(config).map(|_| ()).unwrap_err().to_string();
+        assert!(!line.contains('\n') && held() == before, "{line}: {}", held());
+        line
+    };
+    let unknown = refused("mlx5_9");
+    assert!(unknown.contains("mlx5_9: there are rxe0"), "{unknown}");
+    let without = Unaddressed::take("d0", "10.77.0.1/24");
+    let unnamed = refused("rxe0");
     assert!(
-        matches!(&refused, MoverError::Verbs(VerbsError::UnknownDevice { .. })),
-        "{refused}"
+        unnamed.contains("no RoCEv2 GID with an IPv4 address: give its network interface one"),
+        "{unnamed}"
     );
-    assert!(refused.to_string().contains("mlx5_9: there are rxe0"), "{refused}");
+    drop(without);
+    let down = Down::take("d0");
+    let dark = refused("rxe0");
+    assert!(dark.contains("port 1 of rxe0 is DOWN: bring its link up"), "{dark}");
+    drop(down);
+    let begun = Instant::now();
+    while let Err(error) = VerbsMover::start(config(false)) {
+        assert!(begun.elapsed() < LONG, "all is as before: {error}");
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(held(), before);
+}
+
+/// A device that goes while a peer is being greeted over it is left out, and the read begins again over the other.
+#[test]
+fn a_device_that_goes_during_the_greeting_is_left_out() {
+    if !is_there() || devices().len() < 2 {
+        return;
+    }
+    let importer = VerbsMover::start(config(false)).unwrap();
+    let local = importer.register(HostRegion::new(LEN).into()).unwrap();
+    let slow = TcpListener::bind("127.0.0.1:0").unwrap();
+    let whole = |region| Run {
+        region,
+        offset: 0,
+        len: LEN as u64,
+    };
+    let copies = vec![Copy {
+        remote: whole(RegionKey(0)),
+        local: whole(local),
+    }];
+    let peer = slow.local_addr().unwrap().to_string();
+    let (reading, done) = begin(&importer, &peer, LeaseToken::random().unwrap(), copies);
+    let ends = || {
+        let (mut socket, _) = slow.accept().unwrap();
+        let mut hello = [0; 8];
+        socket.read_exact(&mut hello).unwrap();
+        (hello[6], socket)
+    };
+    let (both, first) = ends();
+    let down = Down::take("d1");
+    let (one, second) = ends();
+    assert_eq!((both, one), (2, 1), "devices in the hello");
+    thread::sleep(Duration::from_millis(50));
+    assert!(done.try_recv().is_err(), "it waits for its peer");
+    reading.cancel();
+    assert_eq!(wait(&done), Err(MoverError::Cancelled));
+    drop((first, second, down));
+}
+
+/// A device that is lost and tells nothing any more, not even that its work was flushed: its queue pairs are destroyed,
+/// and the read goes on over the other.
+#[test]
+fn a_device_that_tells_nothing_any_more_is_not_waited_for() {
+    if !is_there() || devices().len() < 2 {
+        return;
+    }
+    let scene = Scene::new(LEN, |config| config.stall = LONG);
+    let (_, done) = scene.begin();
+    wait_for_landing(&scene.target, &done);
+    scene.importer.faults().deafen(1, true);
+    let (down, begun) = (Down::take("d1"), Instant::now());
+    assert_eq!(wait(&done).unwrap().bytes, LEN as u64);
+    assert!(begun.elapsed() < Duration::from_secs(20), "it was waited for");
+    assert!(scene.is_whole());
+    drop(down);
 }

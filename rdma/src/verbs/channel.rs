@@ -324,12 +324,14 @@ impl Channel {
                 return Ok(true);
             }
         };
-        if let Some(run) = lease.uncovered(&request.runs) {
+        let view = shared.memory.view();
+        // No checksum can be had of a GPU's bytes: asked for one, they are not exposed.
+        let beyond = request.checksum.then(|| view.beyond(&request.runs)).flatten();
+        if let Some(run) = lease.uncovered(&request.runs).or(beyond) {
             let index = request.runs.iter().position(|each| each == run).unwrap_or(0);
             encode_head(&mut self.out, &refuse(Status::RangeRefused, index as u64));
             return Ok(true);
         }
-        let view = shared.memory.view();
         let crc = match request.checksum {
             false => Ok(0),
             true => lease.pass(now, || {

@@ -4,18 +4,22 @@
 use std::{
     ffi::CStr,
     io, mem,
-    os::fd::RawFd,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd},
     ptr::{self, NonNull},
     sync::Arc,
 };
 
 use super::{
-    error::VerbsError,
+    error::{NoDmabuf, VerbsError},
     library::{Library, ffi},
 };
+use crate::region::Dmabuf;
 
 /// Completions taken off a queue at once.
 pub(super) const POLLED: usize = 32;
+
+/// Peers read and never write (XFER-1).
+const ACCESS: u32 = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0 | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
 
 /// An open device.
 #[derive(Debug)]
@@ -240,44 +244,74 @@ impl Registration {
     /// # Safety
     /// Obligation 1: `[address, address + len)` stays mapped until the registration is dropped.
     pub(super) unsafe fn host(domain: &Arc<Domain>, address: NonNull<u8>, len: u64) -> Result<Self, VerbsError> {
-        let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
-        let device = &domain.device;
-        let size = usize::try_from(len).unwrap_or(usize::MAX);
-        // SAFETY: obligation 1 — the caller's promise; peers may read and not write (XFER-1).
-        let raw = unsafe { (device.library.ibv_reg_mr)(domain.raw(), address.as_ptr().cast(), size, access.0 as i32) };
-        match NonNull::new(raw) {
-            Some(raw) => Ok(Registration {
-                raw,
-                domain: domain.clone(),
+        // SAFETY: obligation 1 — the caller's promise.
+        let registered = unsafe { Self::address(domain, address, len) };
+        registered.map_err(|errno| refused(&domain.device, len, errno))
+    }
+
+    /// GPU memory (F20: exactly this range): as a dma-buf, else by its address, which works where a module of the GPU's
+    /// driver answers for it (peer memory). With the second way comes why it was not the first.
+    ///
+    /// # Safety
+    /// Obligation 1: the memory stays mapped on its device until the registration is dropped.
+    pub(super) unsafe fn gpu(
+        domain: &Arc<Domain>,
+        address: NonNull<u8>,
+        len: u64,
+        dmabuf: Option<&Dmabuf>,
+    ) -> Result<(Self, Option<NoDmabuf>), VerbsError> {
+        let iova = address.as_ptr() as u64;
+        let refused = match dmabuf {
+            None => NoDmabuf::NotExported,
+            Some(Dmabuf { file, offset }) => match Self::dmabuf(domain, file.as_fd(), *offset, len, iova) {
+                Ok(registered) => return Ok((registered, None)),
+                Err(why) => why,
+            },
+        };
+        // SAFETY: obligation 1 — the caller's promise: on its device, which is who answers for the address.
+        match unsafe { Self::address(domain, address, len) } {
+            Ok(registered) => Ok((registered, Some(refused))),
+            Err(peer) => Err(VerbsError::Stage {
+                device: domain.device.name.clone(),
+                bytes: len,
+                dmabuf: refused,
+                peer,
             }),
-            None => Err(refused(device, len, crate::error::errno(&io::Error::last_os_error()))),
         }
     }
 
-    /// GPU memory that its driver exports as a dma-buf (F20: exactly this range).
+    /// `len` bytes from `offset` of what a GPU's driver exports; peers name them from `iova`.
     pub(super) fn dmabuf(
         domain: &Arc<Domain>,
-        fd: RawFd,
+        file: BorrowedFd<'_>,
         offset: u64,
         len: u64,
         iova: u64,
-    ) -> Result<Self, VerbsError> {
-        let device = &domain.device;
-        let errno = |errno| VerbsError::NoDmabuf {
-            device: device.name.clone(),
-            errno,
-        };
-        let register = device.library.ibv_reg_dmabuf_mr.ok_or(errno(0))?;
-        let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
+    ) -> Result<Self, NoDmabuf> {
+        let register = domain.device.library.ibv_reg_dmabuf_mr.ok_or(NoDmabuf::OldLibrary)?;
         let size = usize::try_from(len).unwrap_or(usize::MAX);
-        // SAFETY: obligation 1 — the kernel holds the buffer behind `fd` for as long as it is registered.
-        let raw = unsafe { register(domain.raw(), offset, size, iova, fd, access.0 as i32) };
+        // SAFETY: obligation 1 — the kernel holds the buffer behind `file` for as long as it is registered.
+        let raw = unsafe { register(domain.raw(), offset, size, iova, file.as_raw_fd(), ACCESS as i32) };
+        Self::made(domain, raw).map_err(|errno| NoDmabuf::Refused { errno })
+    }
+
+    /// # Safety
+    /// Obligation 1: as of [`Registration::host`] and [`Registration::gpu`].
+    unsafe fn address(domain: &Arc<Domain>, address: NonNull<u8>, len: u64) -> Result<Self, i32> {
+        let size = usize::try_from(len).unwrap_or(usize::MAX);
+        // SAFETY: obligation 1 — the caller's promise; peers may read and not write (XFER-1).
+        let raw =
+            unsafe { (domain.device.library.ibv_reg_mr)(domain.raw(), address.as_ptr().cast(), size, ACCESS as i32) };
+        Self::made(domain, raw)
+    }
+
+    fn made(domain: &Arc<Domain>, raw: *mut ffi::ibv_mr) -> Result<Self, i32> {
         match NonNull::new(raw) {
             Some(raw) => Ok(Registration {
                 raw,
                 domain: domain.clone(),
             }),
-            None => Err(errno(crate::error::errno(&io::Error::last_os_error()))),
+            None => Err(crate::error::errno(&io::Error::last_os_error())),
         }
     }
 

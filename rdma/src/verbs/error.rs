@@ -2,6 +2,23 @@
 
 use super::nic::Link;
 
+/// Why GPU memory is not registered as a dma-buf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum NoDmabuf {
+    /// There is no descriptor: the GPU's driver exports none.
+    #[error("the GPU's driver exported none")]
+    NotExported,
+    /// libibverbs has no such call.
+    #[error("rdma-core is older than 34")]
+    OldLibrary,
+    /// The device or its driver refused it.
+    #[error("errno {errno}")]
+    Refused {
+        /// The system's number.
+        errno: i32,
+    },
+}
+
 /// What the verbs mover answers beyond what every mover does.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VerbsError {
@@ -80,12 +97,27 @@ pub enum VerbsError {
         errno: i32,
     },
     /// The device or its driver takes no dma-buf.
-    #[error("{device} takes no dma-buf (errno {errno}): load nvidia-peermem, or stage through host memory")]
+    #[error("{device} takes no dma-buf ({why}): load nvidia-peermem, or stage through host memory")]
     NoDmabuf {
         /// Which.
         device: String,
-        /// The system's number, 0 if the library has no such call.
-        errno: i32,
+        /// Why.
+        why: NoDmabuf,
+    },
+    /// The device reaches GPU memory in neither way.
+    #[error(
+        "{device} reaches no GPU memory (dma-buf: {dmabuf}; peer memory: errno {peer}): load nvidia-peermem, or stage \
+         these {bytes} bytes through host memory"
+    )]
+    Stage {
+        /// Which.
+        device: String,
+        /// Of the region.
+        bytes: u64,
+        /// Why it was not registered as a dma-buf.
+        dmabuf: NoDmabuf,
+        /// The system's number for registering the device's address.
+        peer: i32,
     },
     /// A call to a device failed.
     #[error("{call} on {device}: errno {errno}; check `dmesg` and `ibv_devinfo -d {device}`")]

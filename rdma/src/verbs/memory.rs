@@ -2,13 +2,14 @@
 //! the places where bytes land.
 
 use std::{
+    collections::HashSet,
     marker::PhantomData,
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
+    sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard},
 };
 
 use super::{
     device::{Domain, Registration},
-    error::VerbsError,
+    error::{NoDmabuf, VerbsError},
 };
 use crate::{
     error::MoverError,
@@ -46,6 +47,8 @@ pub struct Memory {
     domains: Vec<Arc<Domain>>,
     regions: Arc<Regions>,
     entries: RwLock<Vec<Entry>>,
+    /// Which devices were said to reach GPU memory in the second best way, and why.
+    told: Mutex<HashSet<(String, NoDmabuf)>>,
 }
 
 /// Registrations go before the memory they name.
@@ -81,6 +84,7 @@ impl Memory {
             domains,
             regions,
             entries: RwLock::default(),
+            told: Mutex::default(),
         }
     }
 
@@ -92,9 +96,19 @@ impl Memory {
         };
         let registrations = match region.locate(&first) {
             Some(address) if !region.is_empty() => {
-                let register = |domain| {
-                    // SAFETY: obligation 1 — the entry holds the region for longer than its registrations.
-                    unsafe { Registration::host(domain, address, region.len()) }
+                let register = |domain: &Arc<Domain>| {
+                    if region.is_host() {
+                        // SAFETY: obligation 1 — the entry holds the region for longer than its registrations.
+                        return unsafe { Registration::host(domain, address, region.len()) };
+                    }
+                    // SAFETY: obligation 1 — as above.
+                    let made = unsafe { Registration::gpu(domain, address, region.len(), region.dmabuf()) };
+                    let (registered, why) = made?;
+                    if let Some(why) = why.filter(|why| self.is_news(&domain.device.name, *why)) {
+                        let device = &domain.device.name;
+                        tracing::warn!(device, %why, "GPU memory is registered by its address, not as a dma-buf");
+                    }
+                    Ok(registered)
                 };
                 self.domains
                     .iter()
@@ -104,9 +118,15 @@ impl Memory {
             _ => Vec::new(),
         };
         let mut entries = self.entries.write().unwrap_or_else(PoisonError::into_inner);
-        let key = self.regions.add(region.clone())?;
+        let key = self.regions.add_any(region.clone())?;
         entries.push(Entry { registrations, region });
         Ok(key)
+    }
+
+    /// Once for each device and cause.
+    fn is_news(&self, device: &str, why: NoDmabuf) -> bool {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        told.insert((device.into(), why))
     }
 
     pub(super) fn regions(&self) -> &Regions {
@@ -132,12 +152,13 @@ impl<'m> View<'m> {
         })
     }
 
-    /// The bytes of `local`, for a checksum.
+    /// The bytes of `local`, for a checksum; `None` for those of a GPU.
     ///
     /// # Safety
     /// Obligation 4: nobody writes them while the slice is in use.
     pub(super) unsafe fn bytes(&self, local: &Run) -> Option<&[u8]> {
-        let address = self.entry(local.region)?.region.locate(local)?;
+        let region = &self.entry(local.region)?.region;
+        let address = region.locate(local).filter(|_| region.is_host())?;
         // SAFETY: obligations 1 and 4 — inside a region that lives, and the caller's promise.
         Some(unsafe { std::slice::from_raw_parts(address.as_ptr(), usize::try_from(local.len).ok()?) })
     }
@@ -148,10 +169,17 @@ impl<'m> View<'m> {
     /// Obligation 4: nobody else touches the byte meanwhile.
     #[cfg(feature = "fault")]
     pub(super) unsafe fn flip(&self, at: &Run) {
-        if let Some(address) = self.entry(at.region).and_then(|entry| entry.region.locate(at)) {
+        let entry = self.entry(at.region).filter(|entry| entry.region.is_host());
+        if let Some(address) = entry.and_then(|entry| entry.region.locate(at)) {
             // SAFETY: obligations 1 and 4 — inside a region that lives, and the caller's promise.
             unsafe { *address.as_ptr() ^= 1 };
         }
+    }
+
+    /// The first of the runs whose bytes the processor cannot read.
+    pub(super) fn beyond<'r>(&self, runs: impl IntoIterator<Item = &'r Run>) -> Option<&'r Run> {
+        let beyond = |run: &&Run| self.entry(run.region).is_some_and(|entry| !entry.region.is_host());
+        runs.into_iter().find(beyond)
     }
 
     /// The region's length and its keys by device.
@@ -172,5 +200,24 @@ impl<'m> View<'m> {
 
     fn entry(&self, region: RegionKey) -> Option<&Entry> {
         self.0.get(usize::try_from(region.0).ok()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_and_a_cause_are_told_once() {
+        let memory = Memory::new(Vec::new(), Arc::default());
+        let refused = NoDmabuf::Refused { errno: 95 };
+        let news = [
+            ("a", refused),
+            ("a", refused),
+            ("b", refused),
+            ("a", NoDmabuf::NotExported),
+        ];
+        let told = news.map(|(device, why)| memory.is_news(device, why));
+        assert_eq!(told, [true, false, true, true]);
     }
 }

@@ -28,7 +28,7 @@ mod work;
 use std::{
     io,
     net::{IpAddr, SocketAddr, UdpSocket},
-    os::fd::{AsRawFd, BorrowedFd},
+    os::fd::BorrowedFd,
     path::Path,
     sync::{
         Arc,
@@ -42,7 +42,7 @@ use mio::{Waker, net::TcpListener};
 
 pub use choose::{Choice, Near, Wish, choose};
 pub use config::VerbsConfig;
-pub use error::VerbsError;
+pub use error::{NoDmabuf, VerbsError};
 pub use memory::{Landing, Memory, View};
 pub use nic::{Gid, GidKind, Link, Nic, Port, Tree};
 pub use work::{Batch, PIECES, PeerKey, PeerKeys, Scratch};
@@ -190,7 +190,13 @@ impl VerbsMover {
     /// # Errors
     /// [`VerbsError::NoDmabuf`] of the first that does not.
     pub fn try_dmabuf(&self, fd: BorrowedFd<'_>, len: u64) -> Result<(), VerbsError> {
-        let try_one = |rail: &Arc<Rail>| Registration::dmabuf(&rail.domain, fd.as_raw_fd(), 0, len, 0).map(drop);
+        let try_one = |rail: &Arc<Rail>| {
+            let registered = Registration::dmabuf(&rail.domain, fd, 0, len, 0);
+            registered.map(drop).map_err(|why| VerbsError::NoDmabuf {
+                device: rail.choice.device.clone(),
+                why,
+            })
+        };
         self.shared.rails.iter().try_for_each(try_one)
     }
 
@@ -209,9 +215,13 @@ impl VerbsMover {
         Ok(())
     }
 
-    fn plan(&self, peer: &str, copies: &[Copy]) -> Result<(SocketAddr, Vec<Chunk>), MoverError> {
+    fn plan(&self, peer: &str, copies: &[Copy], checksum: bool) -> Result<(SocketAddr, Vec<Chunk>), MoverError> {
         let address = peer.parse().map_err(|_| MoverError::BadPeer { peer: peer.into() })?;
         plan::check(copies, self.shared.memory.regions())?;
+        let beyond = |view: View<'_>| view.beyond(copies.iter().map(|copy| &copy.local)).copied();
+        if let Some(run) = checksum.then(|| beyond(self.shared.memory.view())).flatten() {
+            return Err(MoverError::NotHost { len: run.len });
+        }
         Ok((
             address,
             plan::chunks(
@@ -294,7 +304,7 @@ impl Mover for VerbsMover {
         let id = self.next_read.fetch_add(1, Ordering::Relaxed);
         let over = Arc::new(Over::default());
         let ticket = Ticket(over.clone());
-        let plan = self.plan(peer, &copies);
+        let plan = self.plan(peer, &copies, options.checksum);
         let read = Read {
             id,
             peer: peer.into(),
