@@ -95,7 +95,8 @@ impl Worker {
             after,
             tokens,
             readable: range.readable.min(end),
-            share: range.share,
+            // Of a rewritten prompt that has not begun the old copy's part may be the longer.
+            share: range.share.min(end),
             lives: self.config.lease,
         }))
     }

@@ -454,6 +454,10 @@ impl World {
             have: None,
         };
         if let Ok(LeaseAnswer::Granted(grant)) = self.e.w.lease(&request, self.e.now) {
+            assert!(
+                grant.share.max(grant.readable) as usize <= grant.tokens.len(),
+                "{grant:?}"
+            );
             let reader = super::engine::Reader {
                 tokens: grant.tokens,
                 identity: grant.identity,

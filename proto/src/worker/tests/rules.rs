@@ -286,6 +286,33 @@ fn another_identity_ends_the_common_prefix() {
     e.quiesce();
 }
 
+/// SES-6, OWN-7: the rewritten prompt has not begun, so the old copy is still there; its first prompt is not the new one's.
+#[test]
+fn a_lease_on_a_shorter_history_shares_no_more_than_that() {
+    let mut e = Engine::new(config(640, 16));
+    e.turn(0, &tokens(1, 96), 5);
+    let prompt = tokens(2, 40);
+    let mut arrival = Engine::arrival(0, identity(0), prompt.clone(), 5);
+    arrival.placement = placed(1);
+    let id = e.arrive(0, arrival, prompt).unwrap();
+    let request = LeaseRequest {
+        session: name(0),
+        placement: placed(1).unwrap(),
+        incarnation: Incarnation(7),
+        kind: LeaseKind::Follow,
+        have: None,
+    };
+    let Ok(LeaseAnswer::Granted(grant)) = e.w.lease(&request, e.now) else {
+        panic!("no lease")
+    };
+    e.effects();
+    assert_eq!((grant.tokens.len(), grant.share), (40, 40));
+    e.w.end_lease(grant.lease, e.now);
+    e.finish(id, 1);
+    e.check();
+    e.quiesce();
+}
+
 /// SES-6: an import pulls only what neither the tree nor an older copy has, and shares the first prompt.
 #[test]
 fn an_import_pulls_only_the_rest() {
