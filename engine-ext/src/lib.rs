@@ -24,4 +24,5 @@ mod wake;
 
 pub use config::{Config, ConfigError};
 pub use facts::EngineFacts;
+pub use movers::preflight;
 pub use state::{Engine, StartError};

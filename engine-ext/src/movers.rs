@@ -25,7 +25,7 @@ impl Movers {
                 // A peer of this host that may read a file of ours; nothing is lost without it.
                 MoverKind::Shm if device == Device::Host => match ShmMover::start(ShmConfig::default()) {
                     Ok(mover) => movers.push(Arc::new(mover) as Arc<dyn Mover>),
-                    Err(error) => tracing::warn!(%error, "no KV moves through shared memory"),
+                    Err(error) => without_shm(&error),
                 },
                 MoverKind::Tcp => movers.push(Arc::new(tcp(config)?)),
                 MoverKind::Shm | MoverKind::Loopback => {}
@@ -42,6 +42,27 @@ impl Movers {
     pub(crate) fn into_iter(self) -> impl Iterator<Item = Arc<dyn Mover>> {
         self.0.into_iter()
     }
+}
+
+/// Whether this machine has what the settings demand of it, before anything else is started: an adapter asks where the
+/// answer can still be one line. Nothing is left running.
+///
+/// # Errors
+/// As [`crate::Engine::start`], for `force_rdma` and `ib_device`.
+pub fn preflight(config: &Config, device: Device) -> Result<(), StartError> {
+    if demanded(config).is_none() {
+        return Ok(());
+    }
+    let anywhere = Config {
+        rdma_listen: SocketAddr::new(config.rdma_listen.ip(), 0),
+        ..config.clone()
+    };
+    rdma(&anywhere, device).map(drop)
+}
+
+/// Shared memory cannot be used: told once, KV moves over what is left.
+pub(crate) fn without_shm(error: &MoverError) {
+    tracing::warn!(%error, "no KV moves through shared memory");
 }
 
 fn tcp(config: &Config) -> Result<TcpMover, StartError> {

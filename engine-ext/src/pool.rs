@@ -42,6 +42,8 @@ impl Pool {
                 Ok(path) => paths.push(path),
                 // Memory that the NIC does not take, or may not lock.
                 Err(error) if mover.kind() == MoverKind::Verbs => movers::without_rdma(config, error)?,
+                // Too few descriptors, say.
+                Err(error) if mover.kind() == MoverKind::Shm => movers::without_shm(&error),
                 Err(source) => {
                     let field = "data_listen";
                     return Err(StartError::Mover { field, source });
@@ -141,7 +143,8 @@ fn path(layout: &KvLayout, mover: Arc<dyn Mover>) -> Result<Path, MoverError> {
     if layout.device() == Device::Host {
         for (index, buffer) in layout.buffers().iter().enumerate() {
             let mut region = region(buffer.base, buffer.len());
-            if let Some(backing) = layout.backing(index) {
+            // Each file that a mover is given is a descriptor; no other mover has a use for it.
+            if let Some(backing) = layout.backing(index).filter(|_| mover.kind() == MoverKind::Shm) {
                 let file = backing.file.as_fd().try_clone_to_owned();
                 let file = file.map_err(|e| MoverError::System {
                     call: "fcntl",

@@ -4,6 +4,7 @@ mod support;
 
 use std::{sync::Arc, time::Duration};
 
+use kvc_cuda::Device;
 use kvc_engine_ext::harness::{Start, TestEngine};
 use kvc_rdma::{Mover, MoverKind, fault::Fault};
 use serde_json::Value;
@@ -184,8 +185,15 @@ fn rdma_that_is_asked_for_has_to_be_there() {
         return;
     }
     for (field, value) in [("force_rdma", "true"), ("ib_device", "mlx5_0")] {
-        let error = TestEngine::start(Start::new(config(&[(field, value)]), 16));
+        let settings = config(&[(field, value)]);
+        let early = kvc_engine_ext::preflight(&settings, Device::Host)
+            .unwrap_err()
+            .to_string();
+        let error = TestEngine::start(Start::new(settings, 16));
         let error = error.err().expect("an error").to_string();
+        assert_eq!(error, early);
+        let gpu = kvc_engine_ext::preflight(&config(&[(field, value)]), Device::Cuda(0)).unwrap_err();
+        assert!(gpu.to_string().contains("GPU"), "{gpu}");
         assert!(error.starts_with(field) && !error.contains('\n'), "{error}");
         assert!(
             ["install", "load", "check", "build it"]
@@ -194,5 +202,9 @@ fn rdma_that_is_asked_for_has_to_be_there() {
             "no remedy: {error}"
         );
     }
+    assert!(
+        kvc_engine_ext::preflight(&config(&[]), Device::Cuda(0)).is_ok(),
+        "nothing is demanded"
+    );
     assert_eq!(engine(&[("movers", "verbs,tcp")], 16).engine().info().movers, ["tcp"]);
 }
