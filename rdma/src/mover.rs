@@ -81,7 +81,8 @@ pub struct ReadOptions {
     pub deadline: Duration,
     /// Whether every chunk carries a checksum (XFER-8).
     pub checksum: bool,
-    /// How many streams it may use at most; cut to what the mover allows, at least one.
+    /// How many streams it may use at most, cut to what the mover allows, at least one: connections (tcp), threads (shm),
+    /// queue pairs over each device (verbs). What a lease has of them is set up once; reads of it share them.
     pub streams: usize,
 }
 
@@ -142,8 +143,11 @@ pub trait Mover: Send + Sync {
     fn extend(&self, token: &LeaseToken, runs: &[Run]) -> Result<(), MoverError>;
 
     /// Ends the lease: when it returns nothing reads the exposed memory under this token any more, and the memory may be
-    /// written (XFER-2). Unknown tokens are ignored. Waits for one non-blocking write at most; over shared memory for one
-    /// copy of an importer, and past its deadline for none: what is copied from then on is thrown away there.
+    /// written (XFER-2). Unknown tokens are ignored.
+    ///
+    /// Waits for what is in the middle: over tcp one non-blocking write; over shared memory one copy of an importer, and
+    /// past its deadline none (what is copied from then on is thrown away there); over verbs one checksum of a chunk or
+    /// one queue pair being connected, and the driver's time to destroy the lease's queue pairs, a millisecond or so each.
     fn fence(&self, token: &LeaseToken);
 
     /// Fetches `copies` from `peer` (its [`Mover::endpoint`]) under `token`. The local runs belong to the read until
@@ -157,8 +161,12 @@ pub struct ReadHandle(pub(crate) Arc<dyn Cancel>);
 
 impl ReadHandle {
     /// The importer's fence: when it returns nothing writes into the read's local runs any more, and `done` has been
-    /// called or will be, once, with [`MoverError::Cancelled`] or what had happened before. Waits for one non-blocking
-    /// read at most.
+    /// called or will be, once, with [`MoverError::Cancelled`] or what had happened before.
+    ///
+    /// Waits for what is in the middle: over tcp one non-blocking read, over shared memory one copy of a chunk; over verbs
+    /// the work that is with the device, 10 ms and then 50 ms for its queue pairs to flush, then the driver's time to
+    /// destroy them, each looked at every 5 ms. Over verbs it does not wait inside a `done` of the same mover (that thread
+    /// is the one it would wait for): there the read's own `done` is the fence.
     pub fn cancel(&self) {
         self.0.cancel();
     }
