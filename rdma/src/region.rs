@@ -120,8 +120,7 @@ impl Region {
     }
 
     /// What its GPU's driver exported of it.
-    #[cfg(feature = "verbs")]
-    pub(crate) fn dmabuf(&self) -> Option<&Dmabuf> {
+    pub fn dmabuf(&self) -> Option<&Dmabuf> {
         match &self.place {
             Place::Host => None,
             Place::Gpu(dmabuf) => dmabuf.as_ref(),
