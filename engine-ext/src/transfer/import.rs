@@ -186,14 +186,18 @@ async fn open(shared: &Arc<Shared>, order: &Order, deadline: Instant) -> Result<
     }
 }
 
-/// Renews while the import works (XFER-2); returns only when that fails.
+/// Renews while the import works (XFER-2); returns only when that fails. An answer may take as long as the lease still
+/// lives.
 async fn renew(peer: &Peer, lease: Lease, lives: Duration) -> Refusal {
     // A peer that grants a life of next to nothing must not make us ask all the time.
     let third = (lives / 3).max(Duration::from_millis(20));
+    let mut ends = Instant::now() + lives;
     loop {
-        tokio::time::sleep(third).await;
-        if let Err(why) = peer.renew(lease, third).await {
-            return why;
+        tokio::time::sleep_until(ends - lives + third).await;
+        let asked = Instant::now();
+        match peer.renew(lease, ends.saturating_duration_since(asked)).await {
+            Ok(()) => ends = asked + lives,
+            Err(why) => return why,
         }
     }
 }
