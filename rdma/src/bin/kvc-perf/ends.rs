@@ -192,6 +192,7 @@ impl Ends {
         Ok(Row {
             op: self.op,
             bidirectional: self.bidirectional,
+            streams: rail.map_or(row.streams, |rail| rail.pairs.into()),
             device: rail.map(|rail| format!("{}:{}", rail.device, rail.port)),
             ..row
         })

@@ -241,7 +241,11 @@ impl<'a> Reader<'a> {
             options: ReadOptions {
                 deadline: Duration::from_secs(30),
                 checksum: load.checksum,
-                streams: load.streams,
+                // Of verbs: queue pairs, of which it has as many as were asked for.
+                streams: match target.kind {
+                    Kind::Verbs => usize::MAX,
+                    Kind::Shm | Kind::Tcp => load.streams,
+                },
             },
             done,
             results,

@@ -26,7 +26,7 @@ pub struct Row {
     pub read: u64,
     /// Reads at once.
     pub depth: usize,
-    /// Streams or threads of a read.
+    /// Streams, threads or queue pairs of a read.
     pub streams: usize,
     /// Peers read from at the same time.
     pub peers: usize,
