@@ -9,16 +9,17 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$root"
 
-# TITLE|TOPOLOGY|[NAME=VALUE...] TEST BINARY [ARGUMENTS...]: what one guest runs, in this order. Values in /bin are binaries too.
-parts='suite, one device|one|verbs
+# TITLE|TOPOLOGY|[NAME=VALUE...] TEST BINARY [ARGUMENTS...]: what one guest runs, in this order. Values in /bin are binaries
+# too. Two guests share the machine's processors, about half of the work each.
+near='suite, one device|one|verbs
 keys and queue pairs|one|kvc_rdma verbs::tests
 allocations|one|verbs_allocations
 kvc-perf|one|KVC_PERF=/bin/kvc-perf perf verbs_is devices_says
 workers|one|verbs_workers
 workers: seeds|one|transfer
 workers: replicas|one|sync a_backup_follows an_announcement_across a_lost_session a_reseed_from_an_owner
-workers: moves|one|migration an_idle_session a_session_moves two_workers
-suite, two devices|pair|verbs
+workers: moves|one|migration an_idle_session a_session_moves two_workers'
+far='suite, two devices|pair|verbs
 faults|rails|verbs_faults
 without a device|none|KVC_RDMA_EXPECT=device verbs_absent
 workers without a device|none|KVC_RDMA_EXPECT=device verbs_workers does_not_start_without
@@ -33,7 +34,7 @@ kvc-perf without the library|no-library|KVC_PERF=/bin/kvc-perf perf devices_says
 hosts='two machines|net|verbs_hosts'
 
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap finish EXIT
 failed=0
 
 main() {
@@ -41,16 +42,28 @@ main() {
   can_build_verbs || { say "rdma: the verbs mover cannot be built here"; exit 3; }
   build
   # One binary for every machine: nothing of it is linked to the library.
-  ! readelf -d "$work/bin/verbs_absent" | grep -q 'NEEDED.*ibverbs' || die "rdma: FAILED, the binary needs libibverbs.so to start"
-  in_a_guest "$parts" guest.sh
-  in_a_guest "$hosts" two-guests.sh
+  ! readelf -d "$work"/bin/* | grep 'NEEDED.*ibverbs' || die "rdma: FAILED, a binary needs libibverbs.so to start"
+  set -m   # a process group for each, so that no guest outlives this script
+  boot near "$near" guest.sh &
+  { boot far "$far" guest.sh; boot hosts "$hosts" two-guests.sh; } &
+  wait
+  set +m
+  tell near "$near"
+  tell far "$far"
+  tell hosts "$hosts"
   [ $failed = 0 ] || die "rdma: FAILED"
+}
+
+finish() {
+  local group
+  for group in $(jobs -p); do kill -- "-$group" 2>/dev/null || true; done
+  rm -rf "$work"
 }
 
 # The workspace's test binaries that the tables name, without debug information, as $work/bin/NAME.
 build() {
   local tests path name
-  tests=$(binaries "$parts"$'\n'"$hosts" | grep -v '^kvc' | sed 's/^/--test=/')
+  tests=$(binaries "$near"$'\n'"$far"$'\n'"$hosts" | grep -v '^kvc' | sed 's/^/--test=/')
   # shellcheck disable=SC2086
   cargo test --workspace --features "$(features)" --quiet --no-run --message-format json --lib $tests |
     sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' > "$work/paths"
@@ -68,17 +81,24 @@ binaries() {
     print $at}' | sort -u
 }
 
-# in_a_guest TABLE SCRIPT: runs a table, and tells of each line what came out.
-in_a_guest() {
-  local title log=$work/log rc=0 files
-  echo "$1" > "$work/parts"
-  mapfile -t files < <(binaries "$1" | sed "s,^,$work/bin/,")
-  TOPOLOGY=none MEM=1024 LIMIT=${LIMIT:-900} "$here/$2" "$here/parts.sh" "$work/parts" "${files[@]}" > "$log" 2>&1 || rc=$?
-  while IFS='|' read -r title _; do report "$title" "$log"; done <<<"$1"
-  [ $rc != 0 ] || return 0
+# boot NAME TABLE SCRIPT: runs the table in the guest or guests of the script; output and status into $work/NAME.*.
+boot() {
+  local rc=0 files
+  mkdir "$work/$1"
+  echo "$2" > "$work/$1/parts"
+  mapfile -t files < <(binaries "$2" | sed "s,^,$work/bin/,")
+  TOPOLOGY=none MEM=1024 LIMIT=${LIMIT:-900} "$here/$3" "$here/parts.sh" "$work/$1/parts" "${files[@]}" > "$work/$1/log" 2>&1 || rc=$?
+  echo $rc > "$work/$1/status"
+}
+
+# tell NAME TABLE: what came out, part by part.
+tell() {
+  local title log=$work/$1/log
+  while IFS='|' read -r title _; do report "$title" "$log"; done <<<"$2"
+  [ "$(cat "$work/$1/status")" != 0 ] || return 0
   failed=1
   grep -E '^([12]: )?(\| |guest)' "$log" | tail -30
-  say "rdma: the guest FAILED (exit status $rc)"
+  say "rdma: the guest FAILED (exit status $(cat "$work/$1/status"))"
 }
 
 # One line for a part, all that it printed if it failed. A part that ran no test has shown nothing: failed as well.

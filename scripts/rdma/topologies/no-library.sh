@@ -1,2 +1,2 @@
-# A machine without rdma-core: nothing that the loader could find. The last of a boot.
+# A machine without rdma-core: nothing that the loader could find. Nothing can come after it.
 find / -xdev -name 'libibverbs.so*' -exec rm {} +
