@@ -92,8 +92,14 @@ impl Tree {
                     tree.file(root, &format!("{at}/{file}"));
                 }
                 for index in names(&root.join(&at).join("gids")) {
-                    for file in ["gids", "gid_attrs/types", "gid_attrs/ndevs"] {
-                        tree.file(root, &format!("{at}/{file}/{index}"));
+                    let gid = format!("{at}/gids/{index}");
+                    tree.file(root, &gid);
+                    // Of up to a thousand entries a few are in use.
+                    let unused = |gid: &String| gid.bytes().all(|byte| matches!(byte, b'0' | b':'));
+                    if !tree.files.get(&gid).is_none_or(unused) {
+                        for file in ["types", "ndevs"] {
+                            tree.file(root, &format!("{at}/gid_attrs/{file}/{index}"));
+                        }
                     }
                 }
             }
