@@ -17,7 +17,7 @@ use crate::{
     command,
     error::{bad_request, configuration, refused},
     frees::{self, Frees, frees},
-    layout::Layout,
+    layout::{self, Layout},
     memory::{self, Tensor},
     module::Module,
     tag::TurnTag,
@@ -338,6 +338,16 @@ pub(crate) fn settings<'py>(py: Python<'py>, flags: BTreeMap<String, String>) ->
     let movers: Vec<_> = config.movers.iter().map(|kind| kind.as_str()).collect();
     out.set_item("movers", movers.join(","))?;
     Ok(out)
+}
+
+/// Whether this machine has what the settings demand for moving KV of a pool on `device`, asked before the model is loaded.
+/// `ConfigurationError` if not.
+#[pyfunction]
+pub(crate) fn preflight(py: Python<'_>, flags: BTreeMap<String, String>, device: &str) -> PyResult<()> {
+    let config = load(py, flags)?;
+    let device = layout::device(py, device)?;
+    py.detach(|| kvc_engine_ext::preflight(&config, device))
+        .map_err(|error| configuration(py, error))
 }
 
 fn load(py: Python<'_>, flags: BTreeMap<String, String>) -> PyResult<Config> {

@@ -36,12 +36,7 @@ impl Layout {
             page_tokens,
             tp: (0, 1),
         };
-        let device = parse_device(device).ok_or_else(|| {
-            configuration(
-                py,
-                format!("the KV pool's device {device} is not supported: cpu or cuda"),
-            )
-        })?;
+        let device = self::device(py, device)?;
         let buffers = buffers
             .into_iter()
             .map(|(base, row, slots)| Buffer { base, row, slots })
@@ -65,11 +60,13 @@ impl Layout {
     }
 }
 
-fn parse_device(name: &str) -> Option<Device> {
-    match name.split_once(':') {
+/// The device that torch calls `name`.
+pub(crate) fn device(py: Python<'_>, name: &str) -> PyResult<Device> {
+    let device = match name.split_once(':') {
         None if name == "cpu" => Some(Device::Host),
         None if name == "cuda" => Some(Device::Cuda(0)),
         Some(("cuda", ordinal)) => ordinal.parse().ok().map(Device::Cuda),
         _ => None,
-    }
+    };
+    device.ok_or_else(|| configuration(py, format!("the KV pool's device {name} is not supported: cpu or cuda")))
 }

@@ -22,7 +22,7 @@ mod _native {
     #[pymodule_export]
     use super::{
         command::{Abort, Commit, Drop, Free, Land},
-        engine::{Engine, settings},
+        engine::{Engine, preflight, settings},
         error::status_of,
         frees::Frees,
         layout::Layout,

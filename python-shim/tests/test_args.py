@@ -17,7 +17,7 @@ def server_args(**changes):
         enable_lmcache=False, enable_hisparse=False, disable_radix_cache=False, disaggregation_mode="null",
         speculative_algorithm=None, dllm_algorithm=None, enable_memory_saver=False, schedule_policy="fcfs",
         enable_streaming_session=False, kvcache_direct_max_uncached_tokens=None, kvc_config=None, kvc_role=None,
-        kvc_listen=None, kvc_peer_listen=None, force_rdma=None, ib_device=None,
+        kvc_listen=None, kvc_peer_listen=None, force_rdma=None, ib_device=None, device="cpu",
     )  # fmt: skip
     return SimpleNamespace(**{**plain, **changes})
 
@@ -62,6 +62,15 @@ def test_the_start_stops_with_one_line(capsys):
     assert stopped.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("kvc: --session-aware-cache rust does not work with --dp-size above 1: ")
+
+
+def test_an_rdma_device_that_is_not_there_is_found_before_the_model_is_loaded(capsys):
+    """XFER-9."""
+    with pytest.raises(SystemExit) as stopped:
+        args.check(server_args(ib_device="nosuch_0"))
+    assert stopped.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvc: ib_device: ")
 
 
 def test_what_is_found_wrong_in_the_scheduler_ends_the_engine_with_one_line(capsys, monkeypatch):

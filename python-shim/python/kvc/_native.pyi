@@ -15,6 +15,7 @@ __all__ = [
     "Turn",
     "TurnTag",
     "__version__",
+    "preflight",
     "settings",
     "status_of",
 ]
@@ -22,6 +23,7 @@ __all__ = [
 __version__: str
 
 def settings(flags: dict[str, str]) -> dict[str, str]: ...
+def preflight(flags: dict[str, str], device: str) -> None: ...
 def status_of(code: str) -> int: ...
 
 @final

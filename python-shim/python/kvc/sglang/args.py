@@ -83,9 +83,11 @@ def complete(server_args: ServerArgs) -> None:
     for wrong, what, fix in _conflicts(server_args):
         if wrong:
             raise ConfigurationError(f"--session-aware-cache rust does not work with {what}: {fix}")
-    from kvc._native import settings
+    from kvc._native import preflight, settings
 
-    host, _, port = settings(flags_of(server_args))["listen"].rpartition(":")
+    flags = flags_of(server_args)
+    host, _, port = settings(flags)["listen"].rpartition(":")
+    preflight(flags, server_args.device)
     if port == "0":
         # The engine's HTTP server, another process, must know the port.
         server_args.kvc_listen = f"{host}:{_free_port(host.strip('[]'))}"
