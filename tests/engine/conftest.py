@@ -18,7 +18,8 @@ from harness.talk import Talk
 # The cluster's files first, then those that start engines of their own.
 ORDER = [
     "test_harness", "test_tokens", "test_reuse", "test_sync", "test_migration", "test_placement", "test_races", "test_peers",
-    "test_field_reports", "test_bad_input", "test_streaming_api", "test_ledger", "test_pressure", "test_drain", "test_crash",
+    "test_movers", "test_field_reports", "test_bad_input", "test_streaming_api", "test_ledger", "test_pressure", "test_drain",
+    "test_crash",
 ]  # fmt: skip
 LAST = ["test_drain", "test_crash"]  # they end and restart the cluster's own workers
 APPEND = 1024  # τ_append of the cluster, low so that a large append is cheap
