@@ -107,11 +107,14 @@ impl Run {
             for _ in 0..self.rounds {
                 progress.step(&format!("verbs, {}", case.name()));
                 // Equal on both sides: one queue pair, which has 16 READs on the wire.
-                let ends = Ends::start(What {
-                    pool,
-                    pairs: Some(1),
-                    ..self.what(Kind::Verbs, Memory::Memfd, Memory::Memfd, 1)
-                })?;
+                let ends = Ends::start(
+                    What {
+                        pool,
+                        pairs: Some(1),
+                        ..self.what(Kind::Verbs, Memory::Memfd, Memory::Memfd, 1)
+                    },
+                    None,
+                )?;
                 let ours = ends.measure(Kind::Verbs, &case)?;
                 let theirs = ends.perftest(Tool::Read, &case, ours.gb_s * 1e9)?;
                 rounds.add(ours, Some(theirs));
@@ -130,7 +133,7 @@ impl Run {
                 let mut rounds = Rounds::default();
                 for _ in 0..self.rounds {
                     progress.step(&format!("tcp, {}, {streams} streams", case.name()));
-                    let ends = Ends::start(self.what(Kind::Tcp, Memory::Heap, Memory::Heap, streams))?;
+                    let ends = Ends::start(self.what(Kind::Tcp, Memory::Heap, Memory::Heap, streams), None)?;
                     let ours = ends.measure(Kind::Tcp, &case)?;
                     rounds.fences.extend(fences(&ends, Kind::Tcp, &case)?);
                     rounds.add(ours, iperf3.then(|| ends.iperf3(&case)).transpose()?);
@@ -173,7 +176,7 @@ impl Run {
                     let mut rounds = Rounds::default();
                     for _ in 0..self.rounds {
                         progress.step(&format!("shm, {}, {streams} threads, {name}", case.name()));
-                        let ends = Ends::start(self.what(Kind::Shm, target, source, streams))?;
+                        let ends = Ends::start(self.what(Kind::Shm, target, source, streams), None)?;
                         let load = Load {
                             depth: 1,
                             streams: 1,

@@ -56,7 +56,7 @@ impl Compare {
     /// Measures and prints. What fails is told and left out; if it was a mover, the status says so.
     pub fn run(self) -> Result<()> {
         interrupt::watch(Role::Client)?;
-        let ends = Ends::start(self.what)?;
+        let ends = Ends::start(self.what, None)?;
         let shared = ends.shared();
         ensure!(
             !shared.is_empty(),

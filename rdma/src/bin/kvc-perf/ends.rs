@@ -19,7 +19,7 @@ use crate::{
     perftest::{self, Job, Tool},
     process::Process,
     report::Row,
-    serve::random_key,
+    serve::{FAILED, STARTED, random_key},
     side::{Kind, Memory, Offer, Setup, Side},
     what::{Op, What},
 };
@@ -63,8 +63,8 @@ pub struct Link {
 }
 
 impl Ends {
-    /// Starts what is to be started and connects.
-    pub fn start(what: What) -> Result<Self> {
+    /// Starts what is to be started and connects; here `only` that mover, if one is given.
+    pub fn start(what: What, only: Option<Kind>) -> Result<Self> {
         let (pool, streams) = (what.pool << 20, what.streams as usize);
         let cases = what.cases();
         let read_from = what.bidirectional || what.op == Op::Write;
@@ -125,7 +125,7 @@ impl Ends {
             Memory::Heap if read_from => Memory::Memfd,
             memory => memory,
         };
-        let side = Side::start(&what.movers, memory, pool, &setup)?;
+        let side = Side::start(&only.map_or(what.movers, |kind| vec![kind]), memory, pool, &setup)?;
         let links = peers
             .into_iter()
             .zip(offers)
@@ -333,15 +333,19 @@ impl Server {
             (child.stdin.take(), child.stdout.take())
         };
         let mut input = input.context("input of `serve`")?;
-        writeln!(input, "{key}").context("`serve` did not start, it says why above")?;
+        writeln!(input, "{key}").context("`serve` ended before it began")?;
         // It ends when this is closed.
         process.child().stdin = Some(input);
         let mut line = String::new();
         BufReader::new(output.context("output of `serve`")?).read_line(&mut line)?;
+        if let Some(why) = line.strip_prefix(FAILED) {
+            bail!("{}", why.trim_end());
+        }
         let at = line
-            .strip_prefix("kvc-perf run ")
-            .and_then(|rest| rest.split(' ').next());
-        let at = at.context("`serve` did not start, it says why above")?.into();
+            .strip_prefix(STARTED)
+            .and_then(|rest| rest.split(' ').next())
+            .context("`serve` ended before it began")?
+            .into();
         Ok(Server { _process: process, at })
     }
 }

@@ -70,6 +70,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
+            interrupt::give_way();
             report::complain(&format!("{error:#}"));
             ExitCode::FAILURE
         }

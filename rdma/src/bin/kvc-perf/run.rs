@@ -41,7 +41,7 @@ impl Run {
             self.mover.is_none_or(Kind::is_built),
             "this build has no verbs: build it with --features verbs"
         );
-        let ends = Ends::start(self.what)?;
+        let ends = Ends::start(self.what, self.mover)?;
         let shared = ends.shared();
         let kind = match self.mover {
             Some(kind) if shared.contains(&kind) => kind,

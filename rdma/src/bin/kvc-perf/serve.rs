@@ -30,6 +30,10 @@ use crate::{
     side::{Kind, Memory, Offer, Setup, Side, Staging},
 };
 
+/// What is printed before the address.
+pub const STARTED: &str = "kvc-perf run ";
+/// What a client that started it reads instead, before the cause.
+pub const FAILED: &str = "failed: ";
 /// Clients at once.
 const CLIENTS: usize = 256;
 /// For a new one to show the key.
@@ -80,8 +84,19 @@ pub struct Serve {
 }
 
 impl Serve {
-    /// Until it is stopped.
+    /// Until it is stopped. To who started it, it says on the output why it did not start.
     pub fn run(self) -> Result<()> {
+        let spawned = self.with_parent;
+        match self.serve() {
+            Err(error) if spawned => {
+                say(&format!("{FAILED}{error:#}"));
+                process::exit(1)
+            }
+            result => result,
+        }
+    }
+
+    fn serve(self) -> Result<()> {
         let mut input = BufReader::new(stdin());
         let key = match self.key {
             _ if self.with_parent => {
@@ -100,6 +115,8 @@ impl Serve {
             "--bind is {}: say with --advertise which address clients reach this machine by",
             self.bind
         );
+        let listener = TcpListener::bind(self.bind)
+            .with_context(|| format!("cannot listen on {}: choose another --bind", self.bind))?;
         let setup = Setup {
             quiet: self.with_parent,
             devices: self.ib_device,
@@ -115,13 +132,11 @@ impl Serve {
             !side.offer().movers.is_empty(),
             "no mover is left: --memory heap cannot be exported by shm, add tcp to --movers"
         );
-        let listener = TcpListener::bind(self.bind)
-            .with_context(|| format!("cannot listen on {}: choose another --bind", self.bind))?;
         let mut at = listener.local_addr()?;
         if let Some(ip) = self.advertise {
             at.set_ip(ip);
         }
-        say(&format!("kvc-perf run {at} --key {key}"));
+        say(&format!("{STARTED}{at} --key {key}"));
         if self.with_parent {
             thread::Builder::new().spawn(move || {
                 // Nothing more comes: its end is the parent's.
