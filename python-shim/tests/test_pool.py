@@ -150,7 +150,7 @@ def test_the_movers_decide(engine, monkeypatch, movers, shared):
 
 def test_where_the_system_refuses_the_engine_starts_with_its_own_pool(engine, caplog):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         with caplog.at_level(logging.WARNING, "kvc"):
             pool = pool_of()
