@@ -495,6 +495,13 @@ fn a_router_that_goes_away_ends_its_move() {
         target.step();
         imports(&target) == 0
     });
+    // Its last question may still wait at the source, for 100 ms, and would be granted by the release.
+    let mut busy = -1.0;
+    until("no question waits at the source", || {
+        let before = std::mem::replace(&mut busy, metric(&source, "kvc_handovers_busy_total"));
+        std::thread::sleep(Duration::from_millis(300));
+        before == metric(&source, "kvc_handovers_busy_total")
+    });
     let released = client(&source)
         .post("/kvc/v1/sessions/s/release", &json!({"request": key(2)}))
         .unwrap();
