@@ -59,7 +59,7 @@ pub struct Measured {
     pub seconds: f64,
     /// Reads.
     pub reads: u64,
-    /// Runs.
+    /// Runs, those side by side counted as one.
     pub messages: u64,
     /// Microseconds of reads: each, or every second, fourth, … when there are many.
     pub latencies: Vec<f32>,
@@ -105,7 +105,7 @@ impl Side {
         loop {
             while running < load.depth && begun.elapsed() < time {
                 let Some(copies) = next.next() else { break };
-                measured.messages += copies.len() as u64;
+                measured.messages += case.bytes() / case.run();
                 reader.read(copies);
                 running += 1;
             }
@@ -159,7 +159,7 @@ impl Side {
                 let Pool { region, base, len } = target.landing;
                 let runs = case.runs(number, region, base, len, 2);
                 spread(&self.pool, &staging.region, &runs);
-                measured.messages += runs.len() as u64;
+                measured.messages += case.bytes() / case.run();
                 measured.add(ReadStats {
                     elapsed: one.elapsed(),
                     ..stats
@@ -333,7 +333,7 @@ pub fn measure_memcpy(case: &Case, source: &HostRegion, target: &HostRegion, sec
                 local.len as usize,
             );
         }
-        (copies.len() as u64, begun.elapsed())
+        begun.elapsed()
     };
     // Every page once.
     round.iter().for_each(|copies| {
@@ -344,8 +344,8 @@ pub fn measure_memcpy(case: &Case, source: &HostRegion, target: &HostRegion, sec
     let mut measured = Measured::default();
     while begun.elapsed().as_secs_f64() < seconds {
         let Some(copies) = next.next() else { break };
-        let (messages, elapsed) = copy(copies);
-        measured.messages += messages;
+        let elapsed = copy(copies);
+        measured.messages += case.bytes() / case.run();
         measured.add(ReadStats {
             bytes: case.bytes(),
             elapsed,
