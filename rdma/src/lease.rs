@@ -13,7 +13,7 @@ use crate::{
     error::MoverError,
     gate::Gate,
     mover::LeaseToken,
-    region::{RegionKey, Run},
+    region::{RegionKey, Regions, Run},
 };
 
 /// Why nothing may be read.
@@ -22,24 +22,6 @@ pub(crate) enum Denied {
     Unknown,
     Expired,
     Revoked,
-}
-
-/// Why no lease was opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NotOpened {
-    InUse,
-    Full,
-}
-
-/// As the owner of the exporter sees it.
-pub(crate) fn not_opened(why: NotOpened, limit: usize) -> MoverError {
-    match why {
-        NotOpened::InUse => MoverError::TokenInUse,
-        NotOpened::Full => MoverError::TooMany {
-            what: "leases",
-            limit: limit as u64,
-        },
-    }
 }
 
 /// As the reader of a lease at `peer` sees it.
@@ -70,14 +52,17 @@ impl Leases {
         }
     }
 
-    pub(crate) fn expose(&self, token: LeaseToken, now: Instant, max_age: Duration) -> Result<(), NotOpened> {
+    pub(crate) fn expose(&self, token: LeaseToken, now: Instant, max_age: Duration) -> Result<(), MoverError> {
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         if table.values().map(Vec::len).sum::<usize>() >= self.limit {
-            return Err(NotOpened::Full);
+            return Err(MoverError::TooMany {
+                what: "leases",
+                limit: self.limit as u64,
+            });
         }
         let filed = table.entry(self.key.hash_one(token.0)).or_default();
         if filed.iter().any(|lease| lease.is(&token)) {
-            return Err(NotOpened::InUse);
+            return Err(MoverError::TokenInUse);
         }
         // A maximum age beyond the clock's range is no bound worth having: a year stands for it.
         let ends = now
@@ -89,6 +74,20 @@ impl Leases {
             gate: Gate::default(),
             exposed: Mutex::default(),
         }));
+        Ok(())
+    }
+
+    /// Makes more of the regions readable; `here` is this mover's endpoint.
+    pub(crate) fn extend(
+        &self,
+        token: &LeaseToken,
+        runs: &[Run],
+        regions: &Regions,
+        here: &str,
+    ) -> Result<(), MoverError> {
+        regions.check(runs)?;
+        let lease = self.find(token, Instant::now()).map_err(|why| denied(why, here))?;
+        lease.extend(runs);
         Ok(())
     }
 
@@ -243,7 +242,7 @@ mod tests {
         leases.expose(token(1), now, Duration::from_secs(1)).unwrap();
         assert_eq!(
             leases.expose(token(1), now, Duration::from_secs(1)),
-            Err(NotOpened::InUse)
+            Err(MoverError::TokenInUse)
         );
         let lease = leases.find(&token(1), now).unwrap();
         assert_eq!(lease.pass(now, || 7), Ok(7));
@@ -269,7 +268,10 @@ mod tests {
         leases.expose(token(2), now, Duration::from_secs(1)).unwrap();
         assert_eq!(
             leases.expose(token(3), now, Duration::from_secs(1)),
-            Err(NotOpened::Full)
+            Err(MoverError::TooMany {
+                what: "leases",
+                limit: 2
+            })
         );
         leases.fence(&token(1));
         leases.expose(token(3), now, Duration::from_secs(1)).unwrap();

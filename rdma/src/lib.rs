@@ -4,6 +4,7 @@
 //! and pulls a peer's runs into pages it owns (XFER-1). Movers: [`shm`] between workers of one host, [`tcp`], and
 //! `loopback` inside one process for tests (feature `fault`).
 
+mod bounds;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 pub mod error;
@@ -12,6 +13,7 @@ pub mod fault;
 #[cfg(feature = "conformance")]
 pub mod fuzz;
 mod gate;
+mod inbox;
 mod lease;
 #[cfg(feature = "fault")]
 pub mod loopback;

@@ -14,7 +14,7 @@ use crate::{
     error::{MoverError, Wait},
     fault::{Effect, Fault},
     gate::Gate,
-    lease::{Leases, denied, not_opened},
+    lease::{Leases, denied},
     mover::{Cancel, Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions, ReadStats},
     plan::{self, Chunk, ChunkLimits},
     region::{Region, RegionKey, Regions, Run},
@@ -151,17 +151,12 @@ impl Mover for Loopback {
     }
 
     fn expose(&self, token: LeaseToken, max_age: Duration) -> Result<(), MoverError> {
-        self.memory
-            .leases
-            .expose(token, Instant::now(), max_age)
-            .map_err(|why| not_opened(why, LEASES))
+        self.memory.leases.expose(token, Instant::now(), max_age)
     }
 
     fn extend(&self, token: &LeaseToken, runs: &[Run]) -> Result<(), MoverError> {
-        self.memory.regions.check(runs)?;
-        let lease = self.memory.leases.find(token, Instant::now());
-        lease.map_err(|why| denied(why, &self.name))?.extend(runs);
-        Ok(())
+        let Memory { leases, regions, .. } = &*self.memory;
+        leases.extend(token, runs, regions, &self.name)
     }
 
     fn fence(&self, token: &LeaseToken) {

@@ -1,6 +1,12 @@
 //! The one interface of every mover: expose runs under a token, read a peer's runs. `engine-ext` drives it.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::Duration,
+};
 
 use crate::{
     error::MoverError,
@@ -111,6 +117,19 @@ pub struct ReadStats {
 /// Called exactly once per read, on a thread of the mover; it must not block. When it is called nothing writes into the
 /// read's local runs any more.
 pub type Done = Box<dyn FnOnce(Result<ReadStats, MoverError>) + Send>;
+
+/// Starts a thread of a mover.
+pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, MoverError> {
+    let spawned = thread::Builder::new().name(name.into()).spawn(run);
+    spawned.map_err(|e| MoverError::system("clone", &e))
+}
+
+/// A panic in an owner's `done` must not take every other read with it.
+pub(crate) fn call(done: Done, result: Result<ReadStats, MoverError>) {
+    if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
+        tracing::error!("a read's done panicked");
+    }
+}
 
 /// Moves bytes between registered regions. Every call returns at once: waiting is the mover's own threads' part.
 ///

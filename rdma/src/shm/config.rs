@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use crate::error::MoverError;
+use crate::{
+    bounds::{self, HOUR, within},
+    error::MoverError,
+};
 
 /// How a [`super::ShmMover`] is set up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,23 +43,13 @@ impl Default for ShmConfig {
 impl ShmConfig {
     /// Refuses what cannot work, by field.
     pub(super) fn check(&self) -> Result<(), MoverError> {
-        let within = |field, got: u64, least: u64, most: u64| {
-            let refused = MoverError::BadConfig {
-                field,
-                got,
-                least,
-                most,
-            };
-            (least..=most).contains(&got).then_some(()).ok_or(refused)
-        };
-        let millis = |wait: Duration| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
         within("threads", self.threads as u64, 1, 64)?;
         within("chunk", self.chunk, 4 << 10, super::wire::MAX_BYTES)?;
         within("leases", self.leases as u64, 1, 1 << 20)?;
         within("reads", self.reads as u64, 1, 1 << 20)?;
         within("connections", self.connections as u64, 1, 1 << 16)?;
-        within("request", millis(self.request), 1, 3_600_000)?;
-        within("fence", millis(self.fence), 1, 60_000)
+        bounds::wait("request", self.request, HOUR)?;
+        bounds::wait("fence", self.fence, 60_000)
     }
 }
 

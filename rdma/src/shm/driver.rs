@@ -4,7 +4,7 @@
 use std::{
     collections::VecDeque,
     io::{self, ErrorKind},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -18,7 +18,7 @@ use super::{
     socket::Socket,
     wire::MAX_FRAME,
 };
-use crate::error::MoverError;
+use crate::{error::MoverError, inbox};
 
 const WAKER: Token = Token(0);
 const LISTENER: Token = Token(1);
@@ -40,44 +40,7 @@ pub(super) enum Command {
 }
 
 /// Hands commands to the thread.
-pub(super) struct Inbox {
-    /// `None` once the thread has ended.
-    commands: Mutex<Option<VecDeque<Command>>>,
-    waker: Waker,
-}
-
-impl Inbox {
-    /// Gives the command back when nobody would read it.
-    pub(super) fn send(&self, command: Command) -> Option<Command> {
-        {
-            let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
-            match commands.as_mut() {
-                Some(queue) => queue.push_back(command),
-                None => return Some(command),
-            }
-        }
-        self.wake();
-        None
-    }
-
-    /// Ends the thread; what it did not see is called off.
-    pub(super) fn close(&self) {
-        let left = self.commands.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.wake();
-        left.into_iter().flatten().for_each(call_off);
-    }
-
-    fn take(&self) -> Option<VecDeque<Command>> {
-        let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
-        commands.as_mut().map(std::mem::take)
-    }
-
-    fn wake(&self) {
-        if let Err(e) = self.waker.wake() {
-            tracing::error!(error = %e, "the shm mover's thread was not woken");
-        }
-    }
-}
+pub(super) type Inbox = inbox::Inbox<Command>;
 
 /// Tells the owner of a read that will not be begun.
 pub(super) fn call_off(command: Command) {
@@ -101,8 +64,7 @@ impl Driver {
     pub(super) fn inbox() -> io::Result<(Poll, Arc<Inbox>)> {
         let poll = Poll::new()?;
         let waker = Waker::new(poll.registry(), WAKER)?;
-        let commands = Mutex::new(Some(VecDeque::new()));
-        Ok((poll, Arc::new(Inbox { commands, waker })))
+        Ok((poll, Inbox::new(waker)))
     }
 
     pub(super) fn new(
@@ -164,7 +126,7 @@ impl Driver {
             }
         }
         self.importer.close();
-        self.inbox.close();
+        self.inbox.close().into_iter().for_each(call_off);
     }
 
     fn obey(&mut self, command: Command) {

@@ -27,7 +27,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -46,8 +46,8 @@ use socket::Socket;
 
 use crate::{
     error::MoverError,
-    lease::{Leases, denied, not_opened},
-    mover::{Cancel, Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions},
+    lease::Leases,
+    mover::{Cancel, Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions, spawn},
     plan::{self, Chunk, ChunkLimits},
     region::{Region, RegionKey, Regions, Run},
 };
@@ -172,8 +172,7 @@ impl Mover for ShmMover {
     }
 
     fn expose(&self, token: LeaseToken, max_age: Duration) -> Result<(), MoverError> {
-        let opened = self.shared.leases.expose(token, Instant::now(), max_age);
-        opened.map_err(|why| not_opened(why, self.config.leases))
+        self.shared.leases.expose(token, Instant::now(), max_age)
     }
 
     /// As every mover's, and [`MoverError::NotShared`] for a run of memory that peers cannot map.
@@ -186,9 +185,8 @@ impl Mover for ShmMover {
                 return Err(MoverError::NotShared { run: *run });
             }
         }
-        let lease = self.shared.leases.find(token, Instant::now());
-        lease.map_err(|why| denied(why, &self.endpoint()))?.extend(runs);
-        Ok(())
+        let Shared { leases, regions, .. } = &*self.shared;
+        leases.extend(token, runs, regions, &self.endpoint())
     }
 
     fn fence(&self, token: &LeaseToken) {
@@ -223,7 +221,7 @@ impl Mover for ShmMover {
 impl Drop for ShmMover {
     fn drop(&mut self) {
         // Nobody answers any more, then nobody reads any more: importers hear of the end and of nothing else.
-        self.inbox.close();
+        self.inbox.close().into_iter().for_each(driver::call_off);
         let driver = self.driver.take();
         self.pool.close();
         for thread in driver.into_iter().chain(self.copiers.drain(..)) {
@@ -234,11 +232,6 @@ impl Drop for ShmMover {
         self.shared.leases.fence_all();
         self.shared.grants.close(self.config.fence);
     }
-}
-
-fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, MoverError> {
-    let spawned = thread::Builder::new().name(name.into()).spawn(run);
-    spawned.map_err(|e| MoverError::system("clone", &e))
 }
 
 /// A read as its owner holds it.

@@ -3,7 +3,6 @@
 
 use std::{
     collections::VecDeque,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -19,7 +18,7 @@ use super::{
 use crate::{
     error::MoverError,
     gate::Gate,
-    mover::{Done, LeaseToken, ReadOptions, ReadStats},
+    mover::{Done, LeaseToken, ReadOptions, ReadStats, call},
     plan::Chunk,
 };
 
@@ -224,9 +223,7 @@ impl Read {
             return;
         };
         self.open.fetch_sub(1, Ordering::Relaxed);
-        if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
-            tracing::error!(read = self.what.id, "the done of a read panicked");
-        }
+        call(done, result);
     }
 
     fn flow(&self) -> std::sync::MutexGuard<'_, Flow> {

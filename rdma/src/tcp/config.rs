@@ -6,7 +6,10 @@ use std::{
 };
 
 use super::wire::MAX_BODY;
-use crate::error::MoverError;
+use crate::{
+    bounds::{self, HOUR, within},
+    error::MoverError,
+};
 
 /// How a [`super::TcpMover`] is set up. `Default` listens on a free loopback port (XFER-10).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,19 +62,6 @@ impl Default for TcpConfig {
 impl TcpConfig {
     /// Refuses what cannot work, by field.
     pub(super) fn check(&self) -> Result<(), MoverError> {
-        let within = |field, got: u64, least: u64, most: u64| {
-            let ok = (least..=most).contains(&got);
-            if ok {
-                Ok(())
-            } else {
-                Err(MoverError::BadConfig {
-                    field,
-                    got,
-                    least,
-                    most,
-                })
-            }
-        };
         within("connections", self.connections as u64, 1, 1 << 16)?;
         within("leases", self.leases as u64, 1, 1 << 24)?;
         within("reads", self.reads as u64, 1, 1 << 20)?;
@@ -85,12 +75,9 @@ impl TcpConfig {
             ("idle", self.idle),
         ];
         for (field, wait) in waits {
-            within(field, u64::try_from(wait.as_millis()).unwrap_or(u64::MAX), 1, 3_600_000)?;
+            bounds::wait(field, wait, HOUR)?;
         }
-        if self.bind.ip().is_unspecified() && self.advertise.is_none() {
-            return Err(MoverError::NoAdvertise { bind: self.bind });
-        }
-        Ok(())
+        bounds::dialable(self.bind, self.advertise)
     }
 }
 
@@ -147,5 +134,12 @@ mod tests {
             .check(),
             Err(MoverError::NoAdvertise { bind })
         );
+        let advertised = |advertise| TcpConfig {
+            bind,
+            advertise,
+            ..TcpConfig::default()
+        };
+        assert_eq!(advertised(Some(([10, 0, 0, 1], 7).into())).check(), Ok(()));
+        assert_eq!(advertised(Some(bind)).check(), Err(MoverError::NoAdvertise { bind }));
     }
 }

@@ -12,10 +12,11 @@ use mio::net::TcpStream;
 use super::{
     config::TcpConfig,
     memory::Gather,
-    wire::{self, Head, Request, Status, Tail, WireError},
+    refusal::{self, status},
+    wire::{self, Head, Request, Status, Tail},
 };
 use crate::{
-    lease::{Denied, Lease, Leases},
+    lease::{Lease, Leases},
     region::Regions,
 };
 
@@ -195,7 +196,7 @@ impl Connection {
                 Ok(None) => break,
                 Err(error) => {
                     self.refused = true;
-                    self.answers.push_back(Answer::Refusal(refusal(&error)));
+                    self.answers.push_back(Answer::Refusal(refusal::answer(&error)));
                 }
             }
         }
@@ -347,28 +348,5 @@ fn blocked(error: io::Error, flag: &mut bool) -> io::Result<usize> {
         // Tried again on the next turn of the loop: nothing was cleared, one byte stands for progress.
         ErrorKind::Interrupted => Ok(1),
         _ => Err(error),
-    }
-}
-
-fn status(denied: Denied) -> Status {
-    match denied {
-        Denied::Unknown => Status::UnknownToken,
-        Denied::Expired => Status::Expired,
-        Denied::Revoked => Status::Revoked,
-    }
-}
-
-fn refusal(error: &WireError) -> Head {
-    let (status, fact) = match *error {
-        WireError::Magic { expected, .. } => (Status::BadFrame, expected.into()),
-        WireError::Version { expected, .. } => (Status::BadVersion, expected.into()),
-        WireError::TooLarge { limit, .. } => (Status::TooLarge, limit),
-        WireError::Field { expected, .. } => (Status::BadFrame, expected),
-    };
-    Head {
-        status,
-        id: 0,
-        len: 0,
-        fact,
     }
 }

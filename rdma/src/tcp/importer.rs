@@ -5,8 +5,7 @@ use std::{
     collections::{HashMap, VecDeque},
     io::{self, ErrorKind},
     net::SocketAddr,
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -20,7 +19,8 @@ use super::{
 use crate::{
     error::{MoverError, Wait},
     gate::Gate,
-    mover::{Done, LeaseToken, ReadOptions, ReadStats},
+    inbox,
+    mover::{Done, LeaseToken, ReadOptions, ReadStats, call},
     plan::Chunk,
     region::Regions,
 };
@@ -54,45 +54,7 @@ pub(super) struct Read {
 }
 
 /// Hands commands to the thread.
-pub(super) struct Inbox {
-    /// `None` once the thread has ended.
-    commands: Mutex<Option<VecDeque<Command>>>,
-    waker: Waker,
-}
-
-impl Inbox {
-    /// Gives the command back when nobody would read it.
-    pub(super) fn send(&self, command: Command) -> Option<Command> {
-        {
-            let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
-            match commands.as_mut() {
-                Some(queue) => queue.push_back(command),
-                None => return Some(command),
-            }
-        }
-        if let Err(e) = self.waker.wake() {
-            tracing::error!(error = %e, "importer was not woken");
-        }
-        None
-    }
-
-    /// Ends the thread; what it still has is called off. Returns commands it did not see.
-    pub(super) fn close(&self) -> VecDeque<Command> {
-        let left = self.commands.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Err(e) = self.waker.wake() {
-            tracing::error!(error = %e, "importer was not woken");
-        }
-        left.unwrap_or_default()
-    }
-
-    fn take(&self) -> Option<VecDeque<Command>> {
-        self.commands
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .as_mut()
-            .map(std::mem::take)
-    }
-}
+pub(super) type Inbox = inbox::Inbox<Command>;
 
 pub(super) struct Importer {
     inbox: Arc<Inbox>,
@@ -134,10 +96,7 @@ impl Importer {
     pub(super) fn new(regions: Arc<Regions>, config: TcpConfig) -> io::Result<(Self, Arc<Inbox>)> {
         let poll = Poll::new()?;
         let waker = Waker::new(poll.registry(), WAKER)?;
-        let inbox = Arc::new(Inbox {
-            commands: Mutex::new(Some(VecDeque::new())),
-            waker,
-        });
+        let inbox = Inbox::new(waker);
         let importer = Importer {
             inbox: inbox.clone(),
             regions,
@@ -488,13 +447,6 @@ fn queue(turns: &mut VecDeque<Token>, token: Token, stream: &mut Stream) {
     if !stream.queued {
         stream.queued = true;
         turns.push_back(token);
-    }
-}
-
-/// A panic in an owner's `done` must not take every other read with it.
-fn call(done: Done, result: Result<ReadStats, MoverError>) {
-    if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
-        tracing::error!("a read's done panicked");
     }
 }
 

@@ -8,6 +8,7 @@ mod connection;
 mod exporter;
 mod importer;
 mod memory;
+pub(crate) mod refusal;
 mod stream;
 pub mod wire;
 
@@ -18,7 +19,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -31,8 +32,8 @@ use importer::{Command, Importer, Inbox, Read};
 use crate::{
     error::MoverError,
     gate::Gate,
-    lease::{Leases, denied, not_opened},
-    mover::{Cancel, Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions},
+    lease::Leases,
+    mover::{Cancel, Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions, spawn},
     plan::{self, ChunkLimits},
     region::{Region, RegionKey, Regions, Run},
 };
@@ -60,12 +61,7 @@ impl TcpMover {
     pub fn start(config: TcpConfig) -> Result<Self, MoverError> {
         config.check()?;
         let system = |call| move |e: io::Error| MoverError::system(call, &e);
-        let listener = TcpListener::bind(config.bind).map_err(system("bind"))?;
-        let local = listener.local_addr().map_err(system("getsockname"))?;
-        let mut endpoint = config.advertise.unwrap_or(local);
-        if endpoint.port() == 0 {
-            endpoint.set_port(local.port());
-        }
+        let (listener, endpoint) = listen(config.bind, config.advertise)?;
         let regions = Arc::new(Regions::default());
         let shared = Arc::new(Shared {
             leases: Leases::new(config.leases),
@@ -86,8 +82,8 @@ impl TcpMover {
             next_read,
             threads: Vec::with_capacity(2),
         };
-        mover.spawn("kvc-tcp-export", move || exporter.run())?;
-        mover.spawn("kvc-tcp-import", move || importer.run())?;
+        mover.threads.push(spawn("kvc-tcp-export", move || exporter.run())?);
+        mover.threads.push(spawn("kvc-tcp-import", move || importer.run())?);
         Ok(mover)
     }
 
@@ -99,12 +95,6 @@ impl TcpMover {
     /// Leases that are exposed now, expired ones that were not fenced included.
     pub fn leases(&self) -> usize {
         self.shared.leases.count()
-    }
-
-    fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), MoverError> {
-        let spawned = thread::Builder::new().name(name.into()).spawn(run);
-        self.threads.push(spawned.map_err(|e| MoverError::system("clone", &e))?);
-        Ok(())
     }
 
     fn plan(&self, peer: &str, copies: &[Copy], streams: usize) -> Result<Planned, MoverError> {
@@ -142,15 +132,12 @@ impl Mover for TcpMover {
     }
 
     fn expose(&self, token: LeaseToken, max_age: Duration) -> Result<(), MoverError> {
-        let opened = self.shared.leases.expose(token, Instant::now(), max_age);
-        opened.map_err(|why| not_opened(why, self.config.leases))
+        self.shared.leases.expose(token, Instant::now(), max_age)
     }
 
     fn extend(&self, token: &LeaseToken, runs: &[Run]) -> Result<(), MoverError> {
-        self.shared.regions.check(runs)?;
-        let lease = self.shared.leases.find(token, Instant::now());
-        lease.map_err(|why| denied(why, &self.endpoint()))?.extend(runs);
-        Ok(())
+        let Shared { leases, regions, .. } = &*self.shared;
+        leases.extend(token, runs, regions, &self.endpoint())
     }
 
     fn fence(&self, token: &LeaseToken) {
@@ -197,6 +184,18 @@ impl Drop for TcpMover {
             }
         }
     }
+}
+
+/// Listens, and says what peers are told to dial.
+pub(crate) fn listen(bind: SocketAddr, advertise: Option<SocketAddr>) -> Result<(TcpListener, SocketAddr), MoverError> {
+    let system = |call| move |e: io::Error| MoverError::system(call, &e);
+    let listener = TcpListener::bind(bind).map_err(system("bind"))?;
+    let local = listener.local_addr().map_err(system("getsockname"))?;
+    let mut endpoint = advertise.unwrap_or(local);
+    if endpoint.port() == 0 {
+        endpoint.set_port(local.port());
+    }
+    Ok((listener, endpoint))
 }
 
 /// A read as its owner holds it.

@@ -14,7 +14,8 @@ use super::{
     config::TcpConfig,
     connection::QUANTUM,
     memory::Gather,
-    wire::{self, HEAD, Head, Status, TAIL, Tail, VERSION, WireError},
+    refusal,
+    wire::{self, HEAD, Head, Status, TAIL, Tail, WireError},
 };
 use crate::{
     error::{MoverError, Wait, errno},
@@ -344,60 +345,15 @@ impl Stream {
     }
 
     fn refused(&self, head: &Head, asked: Option<&Asked>) -> MoverError {
-        let peer = self.peer.to_string();
-        let run = || {
-            asked
-                .and_then(|asked| asked.remote.get(usize::try_from(head.fact).ok()?))
-                .copied()
-        };
-        match head.status {
-            Status::UnknownToken => MoverError::UnknownToken { peer },
-            Status::Expired => MoverError::Expired { peer },
-            Status::Revoked => MoverError::Revoked { peer },
-            Status::Busy => MoverError::PeerBusy { peer },
-            Status::BadVersion => MoverError::BadVersion {
-                peer,
-                got: u16::try_from(head.fact).unwrap_or(u16::MAX),
-                expected: VERSION,
-            },
-            Status::RangeRefused => match run() {
-                Some(run) => MoverError::RangeRefused { peer, run },
-                None => self.bad("refused run", head.fact, 0),
-            },
-            Status::TooLarge => {
-                let got = asked.map_or(0, |asked| asked.len);
-                MoverError::TooLarge {
-                    what: "request",
-                    got,
-                    limit: head.fact,
-                }
-            }
-            Status::Ok | Status::BadFrame => self.bad("request", 0, head.fact),
-        }
+        refusal::told(&self.peer, head, asked.map_or(&[], |asked| &asked.remote))
     }
 
     fn broken(&self, error: WireError) -> MoverError {
-        let peer = self.peer.to_string();
-        match error {
-            WireError::Magic { got, expected } => MoverError::BadMagic { peer, got, expected },
-            WireError::Version { got, expected } => MoverError::BadVersion { peer, got, expected },
-            WireError::TooLarge { what, got, limit } => MoverError::TooLarge { what, got, limit },
-            WireError::Field { what, got, expected } => MoverError::BadFrame {
-                peer,
-                what,
-                got,
-                expected,
-            },
-        }
+        refusal::broken(&self.peer, error)
     }
 
     fn bad(&self, what: &'static str, got: u64, expected: u64) -> MoverError {
-        MoverError::BadFrame {
-            peer: self.peer.to_string(),
-            what,
-            got,
-            expected,
-        }
+        refusal::bad(&self.peer, what, got, expected)
     }
 
     /// The peer's end: between frames it is gone, inside one the frame is truncated.

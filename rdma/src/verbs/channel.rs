@@ -20,7 +20,10 @@ use super::{
 use crate::{
     lease::{Denied, Lease},
     region::RegionKey,
-    tcp::wire::{Head, MAX_REQUEST, Request, Status, WireError, decode_request, encode_head},
+    tcp::{
+        refusal::{self, status},
+        wire::{Head, MAX_REQUEST, Request, Status, decode_request, encode_head},
+    },
 };
 
 /// Answers that wait on one channel; above it no more questions are taken from it (back-pressure).
@@ -227,7 +230,7 @@ impl Channel {
             match taken {
                 Ok(Some(bytes)) => (used, self.since) = (used + bytes, now),
                 Ok(None) => break,
-                Err(error) => self.end(refusal(&error), now),
+                Err(error) => self.end(refusal::answer(&error), now),
             }
         }
         self.input.drain(..used);
@@ -455,27 +458,4 @@ fn admit(
         }
     }
     Ok(Some(rail.end(there.path, false, pairs)))
-}
-
-fn status(denied: Denied) -> Status {
-    match denied {
-        Denied::Unknown => Status::UnknownToken,
-        Denied::Expired => Status::Expired,
-        Denied::Revoked => Status::Revoked,
-    }
-}
-
-fn refusal(error: &WireError) -> Head {
-    let (status, fact) = match *error {
-        WireError::Magic { expected, .. } => (Status::BadFrame, expected.into()),
-        WireError::Version { expected, .. } => (Status::BadVersion, expected.into()),
-        WireError::TooLarge { limit, .. } => (Status::TooLarge, limit),
-        WireError::Field { expected, .. } => (Status::BadFrame, expected),
-    };
-    Head {
-        status,
-        id: 0,
-        len: 0,
-        fact,
-    }
 }

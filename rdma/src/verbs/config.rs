@@ -10,7 +10,11 @@ use super::{
     queue_pair::Tuning,
     wire::{MAX_ENDS, MAX_PAIRS},
 };
-use crate::{error::MoverError, tcp::wire::MAX_BODY};
+use crate::{
+    bounds::{self, HOUR, within},
+    error::MoverError,
+    tcp::wire::MAX_BODY,
+};
 
 /// How a [`super::VerbsMover`] is set up. `Default` takes the best device and has its side channel on a free loopback port
 /// (XFER-10).
@@ -97,19 +101,6 @@ impl Default for VerbsConfig {
 impl VerbsConfig {
     /// Refuses what cannot work, by field.
     pub(super) fn check(&self) -> Result<(), MoverError> {
-        let within = |field, got: u64, least: u64, most: u64| {
-            let ok = (least..=most).contains(&got);
-            if ok {
-                Ok(())
-            } else {
-                Err(MoverError::BadConfig {
-                    field,
-                    got,
-                    least,
-                    most,
-                })
-            }
-        };
         within("devices", self.wish.devices.len() as u64, 0, MAX_ENDS as u64)?;
         within("pairs", self.pairs.into(), 1, MAX_PAIRS as u64)?;
         within("depth", self.depth.into(), 1, 1 << 15)?;
@@ -122,18 +113,18 @@ impl VerbsConfig {
         within("retries", self.retries.into(), 0, 7)?;
         within("service_level", self.service_level.into(), 0, 15)?;
         within("connections", self.connections as u64, 1, 1 << 20)?;
+        within("leases", self.leases as u64, 1, 1 << 24)?;
+        within("reads", self.reads as u64, 1, 1 << 20)?;
+        within("window", self.window, 4 << 10, 1 << 40)?;
         for (field, wait) in [
             ("connect", self.connect),
             ("request", self.request),
             ("stall", self.stall),
             ("idle", self.idle),
         ] {
-            within(field, u64::try_from(wait.as_millis()).unwrap_or(u64::MAX), 1, 3_600_000)?;
+            bounds::wait(field, wait, HOUR)?;
         }
-        if self.advertise.unwrap_or(self.bind).ip().is_unspecified() {
-            return Err(MoverError::NoAdvertise { bind: self.bind });
-        }
-        Ok(())
+        bounds::dialable(self.bind, self.advertise)
     }
 
     pub(super) fn tuning(&self) -> Tuning {
@@ -142,6 +133,47 @@ impl VerbsConfig {
             retries: self.retries,
             traffic_class: self.traffic_class,
             service_level: self.service_level,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_listens_on_loopback_only() {
+        let config = VerbsConfig::default();
+        assert!(config.bind.ip().is_loopback(), "XFER-10");
+        assert_eq!(config.check(), Ok(()));
+    }
+
+    #[test]
+    fn a_field_out_of_range_is_named_with_its_limits() {
+        let default = VerbsConfig::default;
+        for (config, field, most) in [
+            (VerbsConfig { pairs: 0, ..default() }, "pairs", 16),
+            (VerbsConfig { mtu: 6, ..default() }, "mtu", 5),
+            (VerbsConfig { leases: 0, ..default() }, "leases", 1 << 24),
+            (VerbsConfig { reads: 0, ..default() }, "reads", 1 << 20),
+            (VerbsConfig { window: 0, ..default() }, "window", 1 << 40),
+            (
+                VerbsConfig {
+                    stall: Duration::ZERO,
+                    ..default()
+                },
+                "stall",
+                HOUR,
+            ),
+        ] {
+            match config.check() {
+                Err(MoverError::BadConfig {
+                    field: named,
+                    most: limit,
+                    ..
+                }) => assert_eq!((named, limit), (field, most)),
+                other => panic!("{field}: {other:?}"),
+            }
         }
     }
 }

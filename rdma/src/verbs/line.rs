@@ -24,7 +24,10 @@ use crate::{
     error::{MoverError, Wait, errno},
     mover::LeaseToken,
     region::Run,
-    tcp::wire::{HEAD, Head, Status, VERSION, WireError, decode_head, encode_request},
+    tcp::{
+        refusal,
+        wire::{HEAD, Head, Status, WireError, decode_head, encode_request},
+    },
 };
 
 /// Questions without an answer on one line at most.
@@ -374,20 +377,20 @@ impl<'m> Line<'m> {
             let bytes = HEAD + body.len();
             if let State::Greeting(_) = self.state {
                 if head.status != Status::Ok {
-                    return Err(self.refusal(&head, None));
+                    return Err(self.refusal(&head, &[]));
                 }
                 let body = body.to_vec();
                 self.welcome(&body, rails, config)?;
                 heard.push(Heard::Welcome);
             } else if head.id == 0 || self.asked.is_empty() {
-                return Err(self.refusal(&head, None));
+                return Err(self.refusal(&head, &[]));
             } else if head.id != self.front_id {
                 return Err(self.bad("id", head.id, self.front_id));
             } else {
                 let said = match head.status {
                     Status::Ok => Ok(wire::decode_grant(body, self.paths.len()).map_err(|e| self.broken(e))?),
                     Status::RangeRefused => Err(head),
-                    _ => return Err(self.refusal(&head, None)),
+                    _ => return Err(self.refusal(&head, &[])),
                 };
                 self.front_id += 1;
                 if let Some(job) = self.asked.pop_front() {
@@ -449,53 +452,16 @@ impl<'m> Line<'m> {
     }
 
     /// As the owner of a read sees it; `runs` are those that were asked for.
-    pub(super) fn refusal(&self, head: &Head, runs: Option<&[Run]>) -> MoverError {
-        let peer = self.peer.to_string();
-        match head.status {
-            Status::UnknownToken => MoverError::UnknownToken { peer },
-            Status::Expired => MoverError::Expired { peer },
-            Status::Revoked => MoverError::Revoked { peer },
-            Status::Busy => MoverError::PeerBusy { peer },
-            Status::BadVersion => MoverError::BadVersion {
-                peer,
-                got: u16::try_from(head.fact).unwrap_or(u16::MAX),
-                expected: VERSION,
-            },
-            Status::RangeRefused => match runs.and_then(|runs| runs.get(usize::try_from(head.fact).ok()?)) {
-                Some(run) => MoverError::RangeRefused { peer, run: *run },
-                None => self.bad("refused run", head.fact, 0),
-            },
-            Status::TooLarge => MoverError::TooLarge {
-                what: "request",
-                got: 0,
-                limit: head.fact,
-            },
-            Status::Ok | Status::BadFrame => self.bad("answer", head.id, self.front_id),
-        }
+    pub(super) fn refusal(&self, head: &Head, runs: &[Run]) -> MoverError {
+        refusal::told(&self.peer, head, runs)
     }
 
     fn broken(&self, error: WireError) -> MoverError {
-        let peer = self.peer.to_string();
-        match error {
-            WireError::Magic { got, expected } => MoverError::BadMagic { peer, got, expected },
-            WireError::Version { got, expected } => MoverError::BadVersion { peer, got, expected },
-            WireError::TooLarge { what, got, limit } => MoverError::TooLarge { what, got, limit },
-            WireError::Field { what, got, expected } => MoverError::BadFrame {
-                peer,
-                what,
-                got,
-                expected,
-            },
-        }
+        refusal::broken(&self.peer, error)
     }
 
     fn bad(&self, what: &'static str, got: u64, expected: u64) -> MoverError {
-        MoverError::BadFrame {
-            peer: self.peer.to_string(),
-            what,
-            got,
-            expected,
-        }
+        refusal::bad(&self.peer, what, got, expected)
     }
 
     fn gone(&self, error: &io::Error) -> MoverError {

@@ -34,11 +34,11 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use mio::{Waker, net::TcpListener};
+use mio::Waker;
 
 pub use choose::{Choice, Near, Wish, choose};
 pub use config::VerbsConfig;
@@ -52,15 +52,15 @@ use door::Shared;
 use exporter::Exporter;
 use importer::Importer;
 use rail::Rail;
-use read::{Command, Inbox, Over, Read, Running, Ticket, call_off};
+use read::{Command, Home, Inbox, Over, Read, Running, Ticket, call_off};
 
 use crate::{
     error::MoverError,
-    lease::{Leases, denied, not_opened},
-    mover::{Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions},
+    lease::Leases,
+    mover::{Copy, Done, LeaseToken, Mover, MoverKind, ReadHandle, ReadOptions, spawn},
     plan::{self, Chunk, ChunkLimits},
     region::{Region, RegionKey, Regions, Run},
-    tcp::wire::MAX_RUNS,
+    tcp::{self, wire::MAX_RUNS},
 };
 
 /// What a machine offers, for `kvc-perf devices` and for a start that says what it found.
@@ -101,6 +101,7 @@ pub struct VerbsMover {
     config: VerbsConfig,
     endpoint: SocketAddr,
     inbox: Arc<Inbox>,
+    home: Arc<Home>,
     exporter_waker: Waker,
     next_read: AtomicU64,
     threads: Vec<JoinHandle<()>>,
@@ -125,12 +126,7 @@ impl VerbsMover {
             .map(|choice| Rail::open(choice, &config))
             .collect::<Result<Vec<_>, VerbsError>>()?;
         let system = |call| move |e: io::Error| MoverError::system(call, &e);
-        let listener = TcpListener::bind(config.bind).map_err(system("bind"))?;
-        let local = listener.local_addr().map_err(system("getsockname"))?;
-        let mut endpoint = config.advertise.unwrap_or(local);
-        if endpoint.port() == 0 {
-            endpoint.set_port(local.port());
-        }
+        let (listener, endpoint) = tcp::listen(config.bind, config.advertise)?;
         let domains = rails.iter().map(|rail| rail.domain.clone()).collect();
         let memory = Arc::new(Memory::new(domains, Arc::new(Regions::default())));
         let shared = Shared::new(Leases::new(config.leases), memory.clone(), rails.clone());
@@ -143,16 +139,19 @@ impl VerbsMover {
             config: config.clone(),
             endpoint,
             inbox: inbox.clone(),
+            home: Arc::default(),
             exporter_waker,
             next_read: AtomicU64::new(1),
             threads: Vec::with_capacity(2),
             #[cfg(feature = "fault")]
             flips: Arc::default(),
         };
-        mover.spawn("kvc-verbs-export", move || exporter.run())?;
+        mover.threads.push(spawn("kvc-verbs-export", move || exporter.run())?);
         #[cfg(feature = "fault")]
         let flips = mover.flips.clone();
-        mover.spawn("kvc-verbs-import", move || {
+        let home = mover.home.clone();
+        let import = spawn("kvc-verbs-import", move || {
+            home.enter();
             // What the importer posts names this memory: the thread's own hold on it outlives the importer.
             #[cfg_attr(not(feature = "fault"), expect(unused_mut))]
             let mut importer = Importer::new(&memory, &rails, config, poll, inbox);
@@ -161,7 +160,8 @@ impl VerbsMover {
                 importer.fault = flips;
             }
             importer.run();
-        })?;
+        });
+        mover.threads.push(import?);
         Ok(mover)
     }
 
@@ -207,12 +207,6 @@ impl VerbsMover {
             shared: Arc::downgrade(&self.shared),
             flips: self.flips.clone(),
         }
-    }
-
-    fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), MoverError> {
-        let spawned = thread::Builder::new().name(name.into()).spawn(run);
-        self.threads.push(spawned.map_err(|e| MoverError::system("clone", &e))?);
-        Ok(())
     }
 
     fn plan(&self, peer: &str, copies: &[Copy], checksum: bool) -> Result<(SocketAddr, Vec<Chunk>), MoverError> {
@@ -283,15 +277,12 @@ impl Mover for VerbsMover {
     }
 
     fn expose(&self, token: LeaseToken, max_age: Duration) -> Result<(), MoverError> {
-        let opened = self.shared.leases.expose(token, Instant::now(), max_age);
-        opened.map_err(|why| not_opened(why, self.config.leases))
+        self.shared.leases.expose(token, Instant::now(), max_age)
     }
 
     fn extend(&self, token: &LeaseToken, runs: &[Run]) -> Result<(), MoverError> {
-        self.shared.memory.regions().check(runs)?;
-        let lease = self.shared.leases.find(token, Instant::now());
-        lease.map_err(|why| denied(why, &self.endpoint()))?.extend(runs);
-        Ok(())
+        let Shared { leases, memory, .. } = &*self.shared;
+        leases.extend(token, runs, memory.regions(), &self.endpoint())
     }
 
     fn fence(&self, token: &LeaseToken) {
@@ -320,6 +311,7 @@ impl Mover for VerbsMover {
             id,
             over,
             inbox: self.inbox.clone(),
+            home: self.home.clone(),
         }))
     }
 }

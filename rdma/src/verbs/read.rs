@@ -1,19 +1,16 @@
 //! A read between its owner and the importer's thread: commands, and the fence that its owner waits at.
 
 use std::{
-    collections::VecDeque,
     net::SocketAddr,
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    sync::{Arc, Condvar, Mutex, OnceLock, PoisonError},
     thread::{self, ThreadId},
     time::{Duration, Instant},
 };
 
-use mio::Waker;
-
 use crate::{
     error::MoverError,
-    mover::{Cancel, Done, LeaseToken, ReadOptions, ReadStats},
+    inbox,
+    mover::{Cancel, Done, LeaseToken, ReadOptions, call},
     plan::Chunk,
 };
 
@@ -39,66 +36,21 @@ pub(super) struct Read {
     pub(super) done: Done,
 }
 
-/// Hands commands to the thread.
-pub(super) struct Inbox {
-    /// `None` once the thread has ended.
-    commands: Mutex<Option<VecDeque<Command>>>,
-    waker: Waker,
-    /// The importer's thread, once it runs.
-    thread: Mutex<Option<ThreadId>>,
-}
+/// Hands commands to the importer's thread.
+pub(super) type Inbox = inbox::Inbox<Command>;
 
-impl Inbox {
-    pub(super) fn new(waker: Waker) -> Arc<Self> {
-        Arc::new(Inbox {
-            commands: Mutex::new(Some(VecDeque::new())),
-            waker,
-            thread: Mutex::default(),
-        })
-    }
+/// The importer's thread, once it runs.
+#[derive(Debug, Default)]
+pub(super) struct Home(OnceLock<ThreadId>);
 
+impl Home {
     /// Called by the thread itself.
-    pub(super) fn begin(&self) {
-        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current().id());
-    }
-
-    /// Gives the command back when nobody would read it.
-    pub(super) fn send(&self, command: Command) -> Option<Command> {
-        {
-            let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
-            match commands.as_mut() {
-                Some(queue) => queue.push_back(command),
-                None => return Some(command),
-            }
-        }
-        self.wake();
-        None
-    }
-
-    /// Ends the thread; what it still has is called off. Returns commands it did not see.
-    pub(super) fn close(&self) -> VecDeque<Command> {
-        let left = self.commands.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.wake();
-        left.unwrap_or_default()
-    }
-
-    /// `None` once it is closed.
-    pub(super) fn take(&self) -> Option<VecDeque<Command>> {
-        self.commands
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .as_mut()
-            .map(std::mem::take)
-    }
-
-    fn wake(&self) {
-        if let Err(e) = self.waker.wake() {
-            tracing::error!(error = %e, "importer was not woken");
-        }
+    pub(super) fn enter(&self) {
+        self.0.get_or_init(|| thread::current().id());
     }
 
     fn is_here(&self) -> bool {
-        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) == Some(thread::current().id())
+        self.0.get() == Some(&thread::current().id())
     }
 }
 
@@ -121,6 +73,7 @@ pub(super) struct Running {
     pub(super) id: u64,
     pub(super) over: Arc<Over>,
     pub(super) inbox: Arc<Inbox>,
+    pub(super) home: Arc<Home>,
 }
 
 impl Cancel for Running {
@@ -130,20 +83,13 @@ impl Cancel for Running {
     fn cancel(&self) {
         let Over(over, wake) = &*self.over;
         let is_over = || *over.lock().unwrap_or_else(PoisonError::into_inner);
-        if is_over() || self.inbox.send(Command::Cancelled(self.id)).is_some() && is_over() || self.inbox.is_here() {
+        if is_over() || self.inbox.send(Command::Cancelled(self.id)).is_some() && is_over() || self.home.is_here() {
             return;
         }
         let mut over = over.lock().unwrap_or_else(PoisonError::into_inner);
         while !*over {
             over = wake.wait_timeout(over, LOOK).unwrap_or_else(PoisonError::into_inner).0;
         }
-    }
-}
-
-/// A panic in an owner's `done` must not take every other read with it.
-pub(super) fn call(done: Done, result: Result<ReadStats, MoverError>) {
-    if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
-        tracing::error!("a read's done panicked");
     }
 }
 

@@ -39,7 +39,7 @@ impl Importer<'_> {
                 let Some(job) = self.jobs.remove(job) else { return };
                 let Some(line) = self.lines.get_mut(&at) else { return };
                 line.inflight -= job.chunk.len;
-                let error = line.refusal(&head, Some(&job.chunk.remote));
+                let error = line.refusal(&head, &job.chunk.remote);
                 self.give_up(job.read, error, now);
                 self.pump(at, now);
             }

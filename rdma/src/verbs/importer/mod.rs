@@ -114,7 +114,6 @@ impl<'m> Importer<'m> {
     }
 
     pub(super) fn run(mut self) {
-        self.inbox.begin();
         let mut events = Events::with_capacity(256);
         let (mut swept, mut busy) = (Instant::now(), Instant::now());
         while let Some(commands) = self.inbox.take() {

@@ -8,13 +8,13 @@ use super::{
     super::{
         job::{Cut, Job},
         line::{Cause, Line},
-        read::{Read, Ticket, call},
+        read::{Read, Ticket},
     },
     Importer,
 };
 use crate::{
     error::MoverError,
-    mover::{Done, LeaseToken, ReadOptions, ReadStats},
+    mover::{Done, LeaseToken, ReadOptions, ReadStats, call},
     plan::Chunk,
 };
 
