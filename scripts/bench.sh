@@ -50,7 +50,7 @@ bench_reseed() {
   scripts/setup-engine.sh --release && cargo build --release --quiet -p kvc-router && "$py" tests/engine/bench_reseed.py
 }
 
-say "$(nproc) cores, $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1), $(awk '/MemTotal/ {printf "%d GiB", $2 / 2^20}' /proc/meminfo)"
+say "$(nproc --all) cores, $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -1), $(awk '/MemTotal/ {printf "%d GiB", $2 / 2^20}' /proc/meminfo)"
 [ $# -gt 0 ] || set -- $all
 for name in "$@"; do
   declare -F "bench_$name" >/dev/null || die "no bench $name: $all"

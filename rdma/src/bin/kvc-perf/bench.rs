@@ -24,16 +24,21 @@ use crate::{
 
 /// MiB of memory on either side.
 const POOL: u64 = 256;
-/// Of verbs: one read of 16 MiB, and four. perftest uses one buffer of a run again and again, and to an emulated processor
-/// memory costs more the more of it is touched.
-const VERBS_POOLS: [u64; 2] = [16, 64];
+/// Of verbs: MiB of memory on either side, one read, and reads at once. perftest uses one buffer of a run again and again, and
+/// to an emulated processor memory costs more the more of it is touched: the first of 1 MiB is the like of it.
+const VERBS: [(u64, Case, u64); 5] = [
+    (16, case(64 << 10, 256), 2),
+    (2, case(1 << 20, 1), 16),
+    (16, case(1 << 20, 16), 2),
+    (64, case(64 << 10, 256), 2),
+    (64, case(1 << 20, 16), 2),
+];
 /// Fences under load per round.
 const FENCES: usize = 20;
 
 const CASES: [Case; 2] = [case(1 << 20, 64), case(64 << 10, 256)];
 /// Beside them for shm, where a run costs a call and no frame.
 const SMALL: Case = case(4 << 10, 4096);
-const VERBS_CASES: [Case; 2] = [case(64 << 10, 256), case(1 << 20, 16)];
 const STREAMS: [u64; 3] = [1, 2, 4];
 
 const fn case(len: u64, count: u64) -> Case {
@@ -97,12 +102,9 @@ impl Run {
     }
 
     fn verbs(&self) -> Result<Vec<Pair>> {
-        let mut progress = Progress::new(VERBS_POOLS.len() * VERBS_CASES.len() * self.rounds as usize);
+        let mut progress = Progress::new(VERBS.len() * self.rounds as usize);
         let mut pairs = Vec::new();
-        for (pool, case) in VERBS_POOLS
-            .into_iter()
-            .flat_map(|pool| VERBS_CASES.map(|case| (pool, case)))
-        {
+        for (pool, case, depth) in VERBS {
             let mut rounds = Rounds::default();
             for _ in 0..self.rounds {
                 progress.step(&format!("verbs, {}", case.name()));
@@ -110,6 +112,7 @@ impl Run {
                 let ends = Ends::start(
                     What {
                         pool,
+                        depth,
                         pairs: Some(1),
                         ..self.what(Kind::Verbs, Memory::Memfd, Memory::Memfd, 1)
                     },
