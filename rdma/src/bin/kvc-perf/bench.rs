@@ -113,6 +113,8 @@ impl Run {
                     What {
                         pool,
                         depth,
+                        sizes: vec![case.run()],
+                        runs: Some(case.count()),
                         pairs: Some(1),
                         ..self.what(Kind::Verbs, Memory::Memfd, Memory::Memfd, 1)
                     },
