@@ -34,7 +34,7 @@ install_packages() {
 unpack_qemu() {
   [ -z "$(find_qemu)" ] || return 0
   local wanted
-  wanted=$(apt-get install -s --no-install-recommends qemu-system-x86 seabios 2>/dev/null | awk '/^Inst/ {print $2}')
+  wanted=$(apt-get install -s --no-install-recommends qemu-system-x86 seabios 2>/dev/null | awk '/^Inst/ {print $2}') || true
   [ -n "$wanted" ] || cannot "apt-get knows no qemu-system-x86"
   say "fetching the emulator ($(wc -w <<<"$wanted") packages, unpacked into the work folder)"
   rm -rf "$vm/debs" "$qemu_root.part"
@@ -50,7 +50,7 @@ unpack_qemu() {
 # About 12 MB of the kernel package's 400.
 unpack_kernel() {
   local package version tree
-  package=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image/ {print $2; exit}')
+  package=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image/ {print $2; exit}') || true
   [ -n "$package" ] || cannot "apt-get knows no linux-image-amd64"
   version=${package#linux-image-}
   if ! [ -e "$vm/kernel/lib/modules/$version/modules.dep" ]; then
