@@ -514,6 +514,7 @@ fn a_device_that_goes_during_the_greeting_is_left_out() {
     let importer = VerbsMover::start(config(false)).unwrap();
     let local = importer.register(HostRegion::new(LEN).into()).unwrap();
     let slow = TcpListener::bind("127.0.0.1:0").unwrap();
+    slow.set_nonblocking(true).unwrap();
     let whole = |region| Run {
         region,
         offset: 0,
@@ -526,7 +527,16 @@ fn a_device_that_goes_during_the_greeting_is_left_out() {
     let peer = slow.local_addr().unwrap().to_string();
     let (reading, done) = begin(&importer, &peer, LeaseToken::random().unwrap(), copies);
     let ends = || {
-        let (mut socket, _) = slow.accept().unwrap();
+        let begun = Instant::now();
+        let mut socket = loop {
+            match slow.accept() {
+                Ok((socket, _)) => break socket,
+                Err(e) => assert!(begun.elapsed() < LONG, "nobody dials: {e}"),
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        socket.set_nonblocking(false).unwrap();
+        socket.set_read_timeout(Some(LONG)).unwrap();
         let mut hello = [0; 8];
         socket.read_exact(&mut hello).unwrap();
         (hello[6], socket)
