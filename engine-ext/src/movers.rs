@@ -141,6 +141,11 @@ fn rdma(config: &Config, device: Device) -> Result<Option<Arc<dyn Mover>>, Start
             source: Some(own).filter(|ip| !ip.is_loopback() && !ip.is_unspecified()),
             near: None,
         },
+        // As the library counts them: 256 is 1.
+        mtu: (config.rdma_mtu.trailing_zeros() - 7) as u8,
+        timeout: config.rdma_timeout,
+        retries: config.rdma_retries,
+        traffic_class: config.rdma_traffic_class,
         ..VerbsConfig::default()
     });
     match started {

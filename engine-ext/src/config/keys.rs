@@ -51,6 +51,10 @@ keys! {
     FORCE_RDMA = "force_rdma", Some("false"), "move KV over RDMA only, and do not start without it (XFER-9)";
     IB_DEVICE = "ib_device", None, "RDMA devices, like mlx5_0,mlx5_1:2; the start fails if one cannot be used. Absent: the best one";
     RDMA_LISTEN = "rdma_listen", None, "ip:port at which peers ask for RDMA keys; absent: data_listen's address, any port";
+    RDMA_MTU = "rdma_mtu", Some("4096"), "largest RDMA packet in bytes, 256 to 4096; the ports' own limits count too";
+    RDMA_TIMEOUT = "rdma_timeout", Some("16"), "an RDMA packet is sent again after 4.096 µs times 2 to this power: 16 is 0.27 s";
+    RDMA_RETRIES = "rdma_retries", Some("7"), "how often an RDMA packet is sent again before its peer counts as gone, 0 to 7";
+    RDMA_TRAFFIC_CLASS = "rdma_traffic_class", Some("0"), "traffic class of RoCE packets, for the network's lossless class, 0 to 255";
     STREAMS = "streams", Some("2"), "data streams per read";
     CHECKSUM = "checksum", Some("false"), "checksum every chunk (XFER-8)";
 }

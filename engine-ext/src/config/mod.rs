@@ -79,6 +79,14 @@ pub struct Config {
     pub ib_device: Vec<String>,
     /// Where peers ask for RDMA keys.
     pub rdma_listen: SocketAddr,
+    /// Largest RDMA packet, bytes: a power of two.
+    pub rdma_mtu: u32,
+    /// An RDMA packet is sent again after 4.096 µs × 2^this.
+    pub rdma_timeout: u8,
+    /// How often.
+    pub rdma_retries: u8,
+    /// Of RoCE packets.
+    pub rdma_traffic_class: u8,
     /// Data streams per read.
     pub streams: usize,
     /// XFER-8.
@@ -157,6 +165,19 @@ impl Config {
             rdma_listen: source
                 .optional_address(keys::RDMA_LISTEN)?
                 .unwrap_or(SocketAddr::new(data_listen.ip(), 0)),
+            rdma_mtu: source.choice(
+                keys::RDMA_MTU,
+                &[
+                    ("256", 256),
+                    ("512", 512),
+                    ("1024", 1024),
+                    ("2048", 2048),
+                    ("4096", 4096),
+                ],
+            )?,
+            rdma_timeout: source.number(keys::RDMA_TIMEOUT, 1, 31)? as u8,
+            rdma_retries: source.number(keys::RDMA_RETRIES, 0, 7)? as u8,
+            rdma_traffic_class: source.number(keys::RDMA_TRAFFIC_CLASS, 0, 255)? as u8,
             streams: source.number(keys::STREAMS, 1, 64)? as usize,
             checksum: source.switch(keys::CHECKSUM)?,
         };

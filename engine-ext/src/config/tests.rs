@@ -43,6 +43,7 @@ fn defaults_are_those_of_the_specification() {
         (c.handover_deadline, c.drain),
         (Duration::from_secs(2), Duration::from_secs(30))
     );
+    assert_eq!((c.rdma_mtu, c.rdma_timeout, c.rdma_retries), (4096, 16, 7));
     assert!(c.sync && c.evict_idle && c.listen.ip().is_loopback() && c.peer_listen.ip().is_loopback());
 }
 
@@ -135,6 +136,18 @@ fn each_mistake_is_one_line_with_field_and_fix() {
         (&[("config", &broken)], &[], &["config", "broken.toml"]),
         (&[("config", &stray)], &[], &["clips (file", "is no setting"]),
         (&[("advertise", "0.0.0.0")], &[], &["advertise", "IP address"]),
+        (&[("movers", "tcp,rdma")], &[], &["movers", "verbs, shm and tcp"]),
+        (&[("movers", "")], &[], &["movers", "verbs, shm and tcp"]),
+        (
+            &[("force_rdma", "true"), ("movers", "tcp")],
+            &[],
+            &["force_rdma", "leaves verbs out", "add verbs"],
+        ),
+        (&[("ib_device", "mlx5_0,")], &[], &["ib_device", "mlx5_0,mlx5_1:2"]),
+        (&[("ib_device", "mlx5_0:0")], &[], &["ib_device", "mlx5_0,mlx5_1:2"]),
+        (&[("rdma_listen", "mlx5_0")], &[], &["rdma_listen", "ip:port"]),
+        (&[("rdma_mtu", "1500")], &[], &["rdma_mtu", "1024 or 2048"]),
+        (&[("rdma_timeout", "0")], &[], &["rdma_timeout", "from 1 to 31"]),
     ];
     for (flags, environment, parts) in table {
         let text = load(flags, environment)
@@ -152,7 +165,7 @@ fn beyond_loopback_needs_credentials() {
     // XFER-10, F19.
     let folder = Folder::new("loopback");
     let secret = folder.file("secret", "0123456789abcdef0123\n");
-    for key in ["listen", "peer_listen", "data_listen"] {
+    for key in ["listen", "peer_listen", "data_listen", "rdma_listen"] {
         let text = load(&[(key, "192.0.2.1:0")], &[]).unwrap_err().to_string();
         assert!(text.contains(key) && text.contains("secret_file"), "{text}");
         assert!(load(&[(key, "192.0.2.1:0"), ("secret_file", &secret)], &[]).is_ok());
