@@ -11,7 +11,10 @@ use kvc_proto::{
     worker::{Effect, Worker},
 };
 
-use crate::{state::Shared, transfer::import::Order};
+use crate::{
+    state::Shared,
+    transfer::{Control, import::Order},
+};
 
 /// Something that must be over before pages go back to the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,32 +59,23 @@ impl Fences {
     }
 }
 
-/// Takes the machine's effects while its lock is held; only announces. An import that the machine has started by itself
-/// gets its task here, so that its end cannot overtake its beginning on another thread.
-pub(crate) fn drain(shared: &Arc<Shared>, worker: &mut Worker) -> Vec<Effect> {
-    let mut effects = Vec::new();
+/// What is left to do once the lock has been dropped.
+#[derive(Default)]
+pub(crate) struct Left {
+    effects: Vec<Effect>,
+    /// The reads of leases that others have followed.
+    earlier: Vec<Arc<Control>>,
+}
+
+/// Takes the machine's effects while its lock is held. Fences are announced, and an import's task is told its steps: on two
+/// threads one step could overtake another, and an end that comes after the question that follows it would be taken for
+/// the question's.
+pub(crate) fn drain(shared: &Arc<Shared>, worker: &mut Worker) -> Left {
+    let mut left = Left::default();
     while let Some(effect) = worker.poll_effect() {
         match effect {
             Effect::FenceLease { lease } => shared.fences.announce(Fence::Lease(lease)),
             Effect::FenceImport { import } => shared.fences.announce(Fence::Import(import)),
-            Effect::OpenLease { import, .. } => {
-                shared.imports.adopt(shared, import);
-                effects.push(effect);
-            }
-            other => effects.push(other),
-        }
-    }
-    effects
-}
-
-/// After the lock has been dropped, before the caller gets its answer.
-pub(crate) fn carry_out(shared: &Arc<Shared>, effects: Vec<Effect>) {
-    shared.fences.settle(|fence| match fence {
-        Fence::Lease(lease) => shared.exports.fence(lease, &shared.pool),
-        Fence::Import(import) => shared.imports.fence(import),
-    });
-    for effect in effects {
-        match effect {
             Effect::OpenLease {
                 import,
                 session,
@@ -90,26 +84,50 @@ pub(crate) fn carry_out(shared: &Arc<Shared>, effects: Vec<Effect>) {
                 placement,
                 kind,
                 have,
-            } => shared.imports.open(
-                import,
-                Order {
+            } => {
+                // The machine has started it by itself, perhaps.
+                shared.imports.adopt(shared, import);
+                let order = Order {
                     session,
                     peer,
                     incarnation,
                     placement,
                     kind,
                     have,
-                },
-            ),
+                };
+                left.earlier.extend(shared.imports.open(import, order));
+            }
             Effect::AskHandover { import, peer, request } => shared.imports.ask_handover(import, peer, request),
-            Effect::Announce { to, announcement } => shared.announcer.put(shared, to, announcement),
             Effect::Pull { import, from, slots } => shared.imports.pull(import, from, slots),
             Effect::Confirm { import } => shared.imports.confirm(import),
             Effect::EndLease { import } => shared.imports.end(import),
+            other => left.effects.push(other),
+        }
+    }
+    left
+}
+
+/// After the lock has been dropped, before the caller gets its answer.
+pub(crate) fn carry_out(shared: &Arc<Shared>, left: Left) {
+    shared.fences.settle(|fence| match fence {
+        Fence::Lease(lease) => shared.exports.fence(lease, &shared.pool),
+        Fence::Import(import) => shared.imports.fence(import),
+    });
+    left.earlier.iter().for_each(|reads| reads.fence());
+    for effect in left.effects {
+        match effect {
+            Effect::Announce { to, announcement } => shared.announcer.put(shared, to, announcement),
             Effect::ImportDone { import, outcome } => shared.imports.done(shared, import, outcome),
             Effect::LeaseGrown { .. } | Effect::Arrived { .. } => shared.exports.changed(),
             Effect::Wake => shared.wake.set(),
-            Effect::FenceLease { .. } | Effect::FenceImport { .. } => {}
+            // Done in `drain`.
+            Effect::FenceLease { .. }
+            | Effect::FenceImport { .. }
+            | Effect::OpenLease { .. }
+            | Effect::AskHandover { .. }
+            | Effect::Pull { .. }
+            | Effect::Confirm { .. }
+            | Effect::EndLease { .. } => {}
         }
     }
 }

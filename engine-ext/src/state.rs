@@ -33,6 +33,9 @@ use crate::{
     wake::Wake,
 };
 
+/// What the threads of the module's runtime are called.
+const THREADS: &str = "kvc-peer";
+
 /// The module of one engine process.
 ///
 /// Dropping it is [`Engine::shutdown`] with one second.
@@ -128,7 +131,7 @@ impl Engine {
         let system = |call| move |source| StartError::System { call, source };
         let runtime = Builder::new_multi_thread()
             .worker_threads(2)
-            .thread_name("kvc-peer")
+            .thread_name(THREADS)
             .enable_all()
             .build()
             .map_err(system("threads"))?;
@@ -162,6 +165,8 @@ impl Engine {
             pool,
             facts,
             config,
+            #[cfg(feature = "harness")]
+            lag: AtomicCell::new(Duration::ZERO),
         });
         let tls = peer::server_tls(&shared.config)?;
         runtime.spawn(timer::run(shared.clone()));
@@ -221,6 +226,12 @@ impl Engine {
     #[cfg(feature = "harness")]
     pub(crate) fn woken(&self) -> bool {
         self.shared.wake.is_set()
+    }
+
+    /// From now on the module's own threads are this late between a step of the machine and its effects.
+    #[cfg(feature = "harness")]
+    pub fn lag(&self, lag: Duration) {
+        self.shared.lag.store(lag);
     }
 
     /// Random id of this process.
@@ -301,6 +312,8 @@ pub(crate) struct Shared {
     pub(crate) pool: Pool,
     pub(crate) facts: EngineFacts,
     pub(crate) config: Config,
+    #[cfg(feature = "harness")]
+    lag: AtomicCell<Duration>,
 }
 
 impl Shared {
@@ -321,8 +334,23 @@ impl Shared {
             self.timer.arm(worker.poll_timeout());
             (answer, effects)
         };
+        #[cfg(feature = "harness")]
+        self.lag();
         effect::carry_out(self, effects);
         answer
+    }
+
+    /// Holds a thread of the module back where another one may overtake it.
+    #[cfg(feature = "harness")]
+    fn lag(&self) {
+        let lag = self.lag.load();
+        if !lag.is_zero()
+            && std::thread::current()
+                .name()
+                .is_some_and(|name| name.starts_with(THREADS))
+        {
+            std::thread::sleep(lag);
+        }
     }
 
     /// What `GET /kvc/v1/info` answers.

@@ -188,6 +188,20 @@ fn a_session_moves_while_a_turn_runs() {
 }
 
 #[test]
+fn a_slow_thread_ends_no_question_that_came_after_it() {
+    // MIG-1: the pull's thread ends the lease, the engine's commits and asks, and the engine's is the faster one.
+    let (mut source, mut target) = (engine(&[], 16), engine(&[], 16));
+    let history = own(&mut source, "s", 1, 100);
+    target.engine().lag(Duration::from_millis(30));
+    let answer = import(&target, "s", &move_order(2, &source, 20_000));
+    let (status, body) = answered(&mut target, answer);
+    assert_eq!(status, 200, "{body}");
+    target.engine().lag(Duration::ZERO);
+    goes_on(&mut target, "s", &history, 2, 4);
+    assert!(source.drain() && target.drain());
+}
+
+#[test]
 fn a_target_one_step_behind_holds_the_next_turn_back() {
     // MIG-1: for a bounded time.
     let (mut source, mut target) = (engine(&[("handover_hold_ms", "500")], 16), engine(&[], 16));

@@ -18,7 +18,7 @@ kvc-perf|one|KVC_PERF=/bin/kvc-perf perf verbs_is devices_says
 workers|one|verbs_workers
 workers: seeds|one|transfer
 workers: replicas|one|sync a_backup_follows an_announcement_across a_lost_session a_reseed_from_an_owner
-workers: moves|one|migration an_idle_session two_workers'
+workers: moves|one|migration an_idle_session a_session_moves a_slow_thread two_workers'
 far='suite, two devices|pair|verbs
 faults|rails|verbs_faults
 without a device|none|KVC_RDMA_EXPECT=device verbs_absent

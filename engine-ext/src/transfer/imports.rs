@@ -57,7 +57,7 @@ pub(super) enum Step {
 
 /// The reads under one lease, so that they can be stopped from any thread.
 #[derive(Default)]
-pub(super) struct Control {
+pub(crate) struct Control {
     reads: Mutex<Reads>,
     bytes: Arc<AtomicU64>,
 }
@@ -91,22 +91,19 @@ impl Imports {
         }
     }
 
-    /// The next lease of the import, with reads of its own: what was read under an earlier one stays fenced.
-    pub(crate) fn open(&self, import: ImportId, order: Order) {
-        let earlier = self.lock().get_mut(&import).map(|entry| {
-            entry.kind = order.kind;
-            let bytes = entry.bytes.clone();
-            let control = Arc::new(Control {
-                bytes,
-                ..Control::default()
-            });
-            let earlier = std::mem::replace(&mut entry.control, control.clone());
-            entry.tell(Step::Open(order, control));
-            earlier
+    /// The next lease of the import, with reads of its own. Gives those under the earlier one, to be fenced once the
+    /// machine's lock has been dropped. This and the other steps are called while it is held, so that they stay in order.
+    pub(crate) fn open(&self, import: ImportId, order: Order) -> Option<Arc<Control>> {
+        let mut table = self.lock();
+        let entry = table.get_mut(&import)?;
+        entry.kind = order.kind;
+        let control = Arc::new(Control {
+            bytes: entry.bytes.clone(),
+            ..Control::default()
         });
-        if let Some(control) = earlier {
-            control.fence();
-        }
+        let earlier = std::mem::replace(&mut entry.control, control.clone());
+        entry.tell(Step::Open(order, control));
+        Some(earlier)
     }
 
     pub(crate) fn pull(&self, import: ImportId, from: u32, slots: Arc<[Slot]>) {
@@ -219,7 +216,7 @@ impl Control {
     }
 
     /// XFER-2: stops every read and refuses new ones.
-    pub(super) fn fence(&self) {
+    pub(crate) fn fence(&self) {
         let mut reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
         reads.fenced = true;
         for read in reads.running.drain(..) {

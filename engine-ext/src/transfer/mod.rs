@@ -13,6 +13,6 @@ mod serving;
 
 pub(crate) use announce::Announcer;
 pub(crate) use export::{Exports, Granted};
-pub(crate) use imports::Imports;
+pub(crate) use imports::{Control, Imports};
 pub(crate) use pace::Pace;
 pub(crate) use serving::Serving;
