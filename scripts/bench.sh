@@ -17,7 +17,7 @@ iperf3_there() {
 }
 
 bench_proto() { cargo bench --quiet -p kvc-proto; }
-kvc_perf() { cargo run --release --quiet -p kvc-rdma --features "$(features)" --bin kvc-perf -- "$@"; }
+kvc_perf() { cargo run --release --quiet -p kvc-rdma --features perf --bin kvc-perf -- "$@"; }
 
 large_pages() {   # SHMEM_ENABLED NR_HUGEPAGES
   echo "$1" > /sys/kernel/mm/transparent_hugepage/shmem_enabled
