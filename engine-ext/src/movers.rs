@@ -1,5 +1,5 @@
 //! [`Movers`]: which ways KV can take to and from this worker (XFER-9). Started once by [`crate::Engine::start`]; which of
-//! them a peer is read with is decided by `transfer::route`.
+//! them a peer is read with is decided in `kvc_proto::transfer::route`.
 
 use std::{net::SocketAddr, sync::Arc};
 

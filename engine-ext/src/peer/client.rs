@@ -26,7 +26,7 @@ use crate::{
     transfer::{
         Granted,
         import::Order,
-        route::{Offer, Route},
+        ways::{Offer, Ways},
     },
 };
 
@@ -70,7 +70,7 @@ pub(crate) struct Peer {
     bearer: BinaryMetadataValue,
     address: String,
     /// How its KV is read.
-    pub(crate) route: Route,
+    pub(crate) ways: Ways,
     /// Token slots of its buffers.
     pub(crate) slots: u32,
 }
@@ -149,7 +149,7 @@ impl Peers {
             client,
             bearer: MetadataValue::from_bytes(&reply.token),
             address: address.to_owned(),
-            route: announced(shared, address, &reply)?,
+            ways: announced(shared, address, &reply)?,
             slots: reply.slots,
         })
     }
@@ -195,7 +195,7 @@ impl Peer {
             kind: kind.into(),
             have_tokens: order.have.map_or(0, |have| have.tokens),
             have_digest: order.have.map_or_else(Vec::new, |have| have.digest.0.to_vec()),
-            movers: self.route.kinds().map(|kind| kind.as_str().into()).collect(),
+            movers: self.ways.kinds().map(|kind| kind.as_str().into()).collect(),
         };
         let mut client = self.client.clone();
         let reply = self
@@ -425,11 +425,21 @@ pub(super) fn expanded(reply: &wire::WatchReply, pool: u32) -> Option<Vec<Slot>>
     Some(slots)
 }
 
-fn announced(shared: &Shared, address: &str, reply: &wire::HelloReply) -> Result<Route, Refusal> {
+fn announced(shared: &Shared, address: &str, reply: &wire::HelloReply) -> Result<Ways, Refusal> {
     let own = shared.pool.layout().buffers();
-    let fits = |offer: &wire::Offer| offer.keys.len() == own.len();
-    if reply.slots == 0 || !reply.rows.iter().eq(own.iter().map(|buffer| &buffer.row)) || !reply.offers.iter().all(fits)
-    {
+    let known = [MoverKind::Verbs, MoverKind::Shm, MoverKind::Tcp, MoverKind::Loopback];
+    // Names that we do not know are of a newer peer.
+    let offers = reply.offers.iter().filter_map(|offer| {
+        let kind = known.into_iter().find(|kind| kind.as_str() == offer.mover)?;
+        Some(Offer {
+            kind,
+            endpoint: offer.endpoint.clone(),
+            keys: offer.keys.iter().map(|key| RegionKey(*key)).collect(),
+        })
+    });
+    let offers: Vec<Offer> = offers.collect();
+    let same_rows = reply.rows.iter().eq(own.iter().map(|buffer| &buffer.row));
+    if reply.slots == 0 || !same_rows || offers.iter().any(|offer| offer.keys.len() != own.len()) {
         return Err(Refusal::new(
             Reason::LayoutMismatch,
             format!(
@@ -440,17 +450,8 @@ fn announced(shared: &Shared, address: &str, reply: &wire::HelloReply) -> Result
             ),
         ));
     }
-    let known = [MoverKind::Verbs, MoverKind::Shm, MoverKind::Tcp, MoverKind::Loopback];
-    let offers = reply.offers.iter().filter_map(|offer| {
-        let kind = known.into_iter().find(|kind| kind.as_str() == offer.mover)?;
-        Some(Offer {
-            kind,
-            endpoint: offer.endpoint.clone(),
-            keys: offer.keys.iter().map(|key| RegionKey(*key)).collect(),
-        })
-    });
     let ours = || shared.pool.paths().iter().map(|path| path.mover.kind());
-    Route::new(ours(), offers.collect()).ok_or_else(|| {
+    Ways::new(ours(), &offers).ok_or_else(|| {
         let theirs = reply.offers.iter().map(|offer| offer.mover.as_str());
         let why = no_common_mover(ours(), theirs);
         Refusal::new(why.code, format!("peer {address}: {}", why.message))

@@ -8,8 +8,8 @@ pub(crate) mod import;
 mod imports;
 mod pace;
 mod pull;
-pub(crate) mod route;
 mod serving;
+pub(crate) mod ways;
 
 pub(crate) use announce::Announcer;
 pub(crate) use export::{Exports, Granted};

@@ -120,7 +120,7 @@ struct Piece {
     src: Box<[Slot]>,
     /// The first of its places in `Flight::slots`.
     at: usize,
-    /// Which of the route's offers it is read over.
+    /// Which of the peer's ways it is read over.
     over: usize,
     arrived: bool,
 }
@@ -161,12 +161,7 @@ impl<'p> Flight<'p> {
 
     /// Reads the tokens that come next.
     fn start(&mut self, src: &[Slot]) -> Result<(), Refusal> {
-        let (over, _) = self
-            .held
-            .peer
-            .route
-            .best(0, std::time::Instant::now())
-            .ok_or_else(broken)?;
+        let over = self.held.peer.ways.best(self.shared.now());
         self.pieces.push_back(Piece {
             src: src.into(),
             at: self.asked,
@@ -180,7 +175,7 @@ impl<'p> Flight<'p> {
     /// Starts the read of a piece over the mover it names.
     fn read(&self, index: usize) -> Result<(), Refusal> {
         let (shared, piece) = (self.shared, &self.pieces[index]);
-        let offer = self.held.peer.route.offer(piece.over);
+        let offer = self.held.peer.ways.offer(piece.over);
         let path = shared.pool.path(offer.kind).ok_or_else(broken)?;
         let dst = &self.slots[piece.at..piece.at + piece.src.len()];
         let copies = shared
@@ -238,7 +233,7 @@ impl<'p> Flight<'p> {
             Err(error) => return self.again(index, &error),
         };
         piece.arrived = true;
-        let kind = self.held.peer.route.offer(piece.over).kind;
+        let kind = self.held.peer.ways.offer(piece.over).kind;
         self.control.arrived(stats.bytes);
         self.shared.metrics.moved_over(kind, stats.bytes);
         let before = self.pulled;
@@ -257,17 +252,17 @@ impl<'p> Flight<'p> {
     /// XFER-9: a read that its mover could not do is done over the next one, under the same lease. The failed read writes
     /// nothing any more (XFER-2): its outcome is here.
     fn again(&mut self, index: usize, error: &MoverError) -> Result<(), Refusal> {
-        let route = &self.held.peer.route;
+        let ways = &self.held.peer.ways;
         let over = self.pieces[index].over;
         let next = error
             .is_of_path()
-            .then(|| route.failed(over, std::time::Instant::now()))
+            .then(|| ways.failed(over, self.shared.now()))
             .flatten();
         let Some((next, news)) = next else {
             return Err(refused(error));
         };
         if news {
-            let (from, to) = (route.offer(over).kind, route.offer(next).kind);
+            let (from, to) = (ways.offer(over).kind, ways.offer(next).kind);
             let peer = self.held.peer.address();
             tracing::warn!(import = %self.import, peer, from = from.as_str(), to = to.as_str(), %error, "falling back to another mover");
             self.shared.metrics.fell_back(from, to);
@@ -277,9 +272,9 @@ impl<'p> Flight<'p> {
     }
 }
 
-/// Cannot happen: a route is made of movers that both sides have.
+/// Cannot happen: the ways to a peer are movers that both sides have.
 fn broken() -> Refusal {
-    Refusal::new(Reason::Internal, "a peer's route names no mover of ours")
+    Refusal::new(Reason::Internal, "a way to a peer is no mover of ours")
 }
 
 fn token_bytes(shared: &Shared) -> u64 {
