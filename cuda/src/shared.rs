@@ -54,7 +54,7 @@ impl SharedMemory {
         if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
             return Err(failed("fcntl(F_ADD_SEALS)")(io::Error::last_os_error()));
         }
-        // Large pages where the system's `shmem_enabled` lets advice have them: half the time per copy (docs/bench.md).
+        // Large pages where the system's `shmem_enabled` lets advice have them: a copy takes less time (docs/bench.md).
         // Elsewhere it is refused, which changes nothing.
         let _ = map.advise(Advice::HugePage);
         let file = Arc::new(file.into());
